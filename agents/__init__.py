@@ -1,0 +1,1 @@
+"""The node side of stagewatch: what runs in and beside the engine."""

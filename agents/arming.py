@@ -1,0 +1,52 @@
+"""Arming a rank: from settings and an identity to a probe that records into a ring of its own."""
+
+import os
+from pathlib import Path
+
+from stagewatch.agents.errors import RingError
+from stagewatch.agents.identity import Identity
+from stagewatch.agents.probe import Probe
+from stagewatch.agents.ring import RingReader, RingWriter, check_directory
+from stagewatch.agents.settings import ProbeSettings
+
+
+def arm(identity: Identity, settings: ProbeSettings) -> Probe:
+    """Make the rank's ring and its probe. Raises RingError where the ring cannot be made."""
+    check_directory(settings.ring_dir)
+    remove_old_rings(settings.ring_dir, identity, settings.rings_kept)
+    ring = RingWriter(settings.ring_dir, identity, settings.ring_bytes)
+    probe = Probe(ring, identity, heartbeat_s=settings.heartbeat_s, budget_share=settings.budget_share)
+    probe.note(f"armed: {identity.engine} {identity.engine_version}, variant {identity.variant}")
+    return probe
+
+
+def remove_old_rings(directory: Path, identity: Identity, kept: int) -> int:
+    """Remove rings that ended engines of the same deployment and rank left behind, but the newest ``kept``.
+
+    An engine that crashes in a loop would otherwise fill the memory the rings live in. Returns how many went.
+    """
+    ended: list[tuple[int, Path]] = []
+    for path in directory.glob(f"*.{identity.rank}.ring"):
+        try:
+            reader = RingReader(path)
+        except RingError:
+            continue  # not ours to judge: another schema, or one being made
+        found = reader.identity
+        reader.close()
+        if found.deployment == identity.deployment and found.host == identity.host and not is_alive(found.pid):
+            ended.append((found.started_ns, path))
+    surplus = sorted(ended)[: max(len(ended) - kept, 0)]
+    for _, path in surplus:
+        path.unlink(missing_ok=True)
+    return len(surplus)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that number exists on this host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

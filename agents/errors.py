@@ -1,0 +1,21 @@
+"""Errors that a user can act on: each message is one line, names the cause and the way out."""
+
+
+class StagewatchError(Exception):
+    """Base of every error that the commands print without a traceback."""
+
+
+class RingError(StagewatchError):
+    """A ring file that cannot be created, opened or trusted."""
+
+
+class RecordError(StagewatchError):
+    """Bytes that are not a record of this build's layout."""
+
+
+class SettingsError(StagewatchError):
+    """A setting that is missing, malformed or contradicts another."""
+
+
+class FrameError(StagewatchError):
+    """A wire frame that is malformed or over a limit."""

@@ -1,0 +1,1 @@
+"""The collector side of stagewatch: aligns ranks, gives verdicts, keeps incidents."""
