@@ -33,7 +33,11 @@ def remove_old_rings(directory: Path, identity: Identity, kept: int) -> int:
             continue  # not ours to judge: another schema, or one being made
         found = reader.identity
         reader.close()
-        if found.deployment == identity.deployment and found.host == identity.host and not is_alive(found.pid):
+        if (
+            found.deployment == identity.deployment
+            and found.host == identity.host
+            and not is_alive(found.pid)
+        ):
             ended.append((found.started_ns, path))
     surplus = sorted(ended)[: max(len(ended) - kept, 0)]
     for _, path in surplus:

@@ -1,8 +1,9 @@
 """The probe: what an engine adapter calls. Engine neutral; it copies and stores, and does nothing else.
 
 Its contract is the engine's peace. Every public method returns None, whatever happens inside: an
-exception disarms the probe, once, with one line and a note in the ring, and every later call returns at once. It takes no
-lock that another thread holds for longer than a store, hashes nothing, waits for nothing.
+exception disarms the probe, once, with one line and a note in the ring, and every later call returns
+at once. It takes no lock that another thread holds for longer than a store, hashes nothing, waits for
+nothing.
 """
 
 import functools
@@ -10,12 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Concatenate, Final, ParamSpec
+from typing import Concatenate, Final, ParamSpec, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
 from stagewatch.agents.identity import Identity
 from stagewatch.agents.record import (
     U64,
@@ -74,7 +74,7 @@ def guarded(
         except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
             self.disarm(f"{method.__name__} failed: {type(error).__name__}: {error}")
 
-    return call
+    return cast("Callable[Concatenate[Probe, P], None]", call)
 
 
 class Probe:
@@ -147,7 +147,9 @@ class Probe:
     def collective(self, group: str, op: str, dtype: str, numel: int, group_size: int = UNKNOWN) -> None:
         """Record that this rank is about to enter a collective or point-to-point call."""
         self._collectives += 1
-        self._store(Kind.COLLECTIVE, Collective(self._collectives, numel, group_size, f"{group} {op} {dtype}"))
+        self._store(
+            Kind.COLLECTIVE, Collective(self._collectives, numel, group_size, f"{group} {op} {dtype}")
+        )
 
     @guarded
     def note(self, text: str) -> None:
@@ -161,7 +163,8 @@ class Probe:
 
     def keys_of(self, slots: NDArray[np.integer]) -> U64:
         """Request keys of the requests that hold ``slots``; shape as given. 0 for a slot never bound."""
-        return self._slot_keys[slots]
+        keys: U64 = self._slot_keys[slots]
+        return keys
 
     def spent(self, ns: int) -> None:
         """Account ``ns`` nanoseconds of hook time to the current step."""
@@ -177,7 +180,9 @@ class Probe:
             return
         self.armed = False
         self._reason = reason
-        log.warning("stagewatch: rank %s disarmed: %s. The engine is not affected.", self.identity.rank, reason)
+        log.warning(
+            "stagewatch: rank %s disarmed: %s. The engine is not affected.", self.identity.rank, reason
+        )
         try:
             with self._lock:
                 now = time.time_ns()

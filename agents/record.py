@@ -14,11 +14,10 @@ import zlib
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-
 from stagewatch.agents.errors import RecordError
 
 SCHEMA = 1
@@ -334,7 +333,14 @@ def size_of(body: Body) -> int:
 
 
 def encode(
-    views: Views, buffer: memoryview | bytearray, at: int, kind: Kind, seq: int, step: int, t_ns: int, body: Body
+    views: Views,
+    buffer: memoryview | bytearray,
+    at: int,
+    kind: Kind,
+    seq: int,
+    step: int,
+    t_ns: int,
+    body: Body,
 ) -> int:
     """Write a record at byte ``at`` (a multiple of eight) of ``buffer``; return its size in bytes.
 
@@ -396,7 +402,13 @@ def decode(buffer: memoryview | bytes) -> Record:
     expected = HEAD_SIZE + _payload_size(body_type, rows, width, drafts, ragged) + text_size
     if (expected + 7) & ~7 != size or scalar_count != len(body_type.SCALARS):
         raise RecordError(f"{kind.name.lower()} record of {size} bytes does not hold what its head announces")
-    return Record(kind, seq, step, t_ns, _decode_body(body_type, buffer, (rows, width, drafts, ragged), text_size, scalars))
+    return Record(
+        kind,
+        seq,
+        step,
+        t_ns,
+        _decode_body(body_type, buffer, (rows, width, drafts, ragged), text_size, scalars),
+    )
 
 
 def _decode_body(
@@ -411,7 +423,7 @@ def _decode_body(
     offset = HEAD_SIZE
     for _, dtype, extent in body_type.COLUMNS:
         count = _elements(extent, *counts)
-        column = np.frombuffer(buffer, _DTYPE[dtype], count, offset).copy()
+        column: Any = np.frombuffer(buffer, _DTYPE[dtype], count, offset).copy()
         if extent is Extent.WIDTH:
             column = column.reshape(rows, width)
         elif extent is Extent.DRAFT:
@@ -425,7 +437,14 @@ def _decode_body(
             raise RecordError("record text is not UTF-8") from None
     if "request" in body_type.SCALARS:
         values[body_type.SCALARS.index("request")] = scalars[body_type.SCALARS.index("request")] & (2**64 - 1)
+    if body_type is Inputs:
+        scheduled = values[_SCHEDULED]
+        if (scheduled < 0).any() or scheduled.sum(dtype=np.int64) != counts[3]:  # type: ignore[operator,attr-defined]  # an int32 column
+            raise RecordError("inputs record's scheduled counts do not add up to its fed tokens")
     return body_type(*values)  # type: ignore[arg-type]  # fields follow SCALARS, COLUMNS, TEXT: asserted below
+
+
+_SCHEDULED = len(Inputs.SCALARS) + [name for name, _, _ in Inputs.COLUMNS].index("scheduled")
 
 
 def _signed(value: int) -> int:
@@ -433,6 +452,10 @@ def _signed(value: int) -> int:
 
 
 for _type in set(BODIES.values()):
-    _declared = [*_type.SCALARS, *(name for name, _, _ in _type.COLUMNS), *((_type.TEXT,) if _type.TEXT else ())]
+    _declared = [
+        *_type.SCALARS,
+        *(name for name, _, _ in _type.COLUMNS),
+        *((_type.TEXT,) if _type.TEXT else ()),
+    ]
     if [field.name for field in fields(_type)] != _declared:
         raise TypeError(f"{_type.__name__}: fields do not follow SCALARS, COLUMNS, TEXT")

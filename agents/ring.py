@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-
 from stagewatch.agents import record
 from stagewatch.agents.errors import RecordError, RingError
 from stagewatch.agents.identity import Identity
@@ -54,7 +53,9 @@ class RingWriter:
         self.capacity: Final = capacity & ~7
         encoded = msgspec.json.encode(identity)
         if _IDENTITY_AT + len(encoded) > HEADER_SIZE:
-            raise RingError(f"identity of {len(encoded)} bytes does not fit the ring's header of {HEADER_SIZE}")
+            raise RingError(
+                f"identity of {len(encoded)} bytes does not fit the ring's header of {HEADER_SIZE}"
+            )
         self._map = _create(self.path, HEADER_SIZE + self.capacity)
         self._buffer = memoryview(self._map)
         self._views = Views.over(self._buffer)
@@ -116,7 +117,7 @@ class Margin:
 
 
 class RingReader:
-    """A reader's end: starts at the oldest record present. Raises RingError where the file is no ring of this build."""
+    """A reader's end: starts at the oldest record present; RingError for a file that is no ring."""
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
@@ -214,7 +215,9 @@ class RingReader:
     def _check_header(self) -> Identity:
         name = self.path.name
         if len(self._buffer) < HEADER_SIZE:
-            raise RingError(f"ring {name}: {len(self._buffer)} bytes is shorter than a header: not a ring, or cut off")
+            raise RingError(
+                f"ring {name}: {len(self._buffer)} bytes is shorter than a header: not a ring, or cut off"
+            )
         magic, schema, header_size, capacity, identity_size = _FIXED.unpack_from(self._buffer)
         if magic != _MAGIC:
             raise RingError(f"ring {name}: not a stagewatch ring, or its engine is still making it")
@@ -251,7 +254,9 @@ def _create(path: Path, size: int) -> mmap.mmap:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        raise RingError(f"ring {path.name} exists already: another worker of this engine claims the same rank") from None
+        raise RingError(
+            f"ring {path.name} exists already: another worker of this engine claims the same rank"
+        ) from None
     except OSError as error:
         raise RingError(f"ring {path.name} cannot be created in {path.parent}: {error.strerror}") from None
     try:
@@ -260,7 +265,9 @@ def _create(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(fd, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise RingError(f"ring {path.name}: {size} bytes cannot be had in {path.parent}: {error.strerror}") from None
+        raise RingError(
+            f"ring {path.name}: {size} bytes cannot be had in {path.parent}: {error.strerror}"
+        ) from None
     finally:
         os.close(fd)
 
@@ -294,6 +301,8 @@ def check_directory(directory: Path) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise RingError(f"ring directory {directory} is a symbolic link: name the directory it points to")
     if found.st_uid != os.geteuid():
-        raise RingError(f"ring directory {directory} belongs to uid {found.st_uid}, not to this process: choose another")
+        raise RingError(
+            f"ring directory {directory} belongs to uid {found.st_uid}, not to this process: choose another"
+        )
     if found.st_mode & 0o022:
         raise RingError(f"ring directory {directory} can be written by others: chmod 700 it")

@@ -24,16 +24,22 @@ class Variable:
 
 
 VARIABLES: Final = (
-    Variable(RING_DIR, "", "Directory of the ring files, best on tmpfs. Unset: stagewatch does nothing at all."),
+    Variable(
+        RING_DIR, "", "Directory of the ring files, best on tmpfs. Unset: stagewatch does nothing at all."
+    ),
     Variable("STAGEWATCH_DEPLOYMENT", "default", "Name of the deployment the engine belongs to."),
     Variable("STAGEWATCH_RING_BYTES", "67108864", "Size of each rank's ring in bytes (64 KiB to 4 GiB)."),
     Variable("STAGEWATCH_HEARTBEAT_S", "1", "Seconds between a rank's heartbeats."),
     Variable(
         "STAGEWATCH_BUDGET_SHARE",
         "0.05",
-        "Share of a step's time that the probe may take at its 99th percentile before it disarms itself; 0: no limit.",
+        "Share of a step's time the probe may take at its 99th percentile before it disarms; 0: no limit.",
     ),
-    Variable("STAGEWATCH_RINGS_KEPT", "2", "Rings of ended engines kept per rank; older ones are removed at arming."),
+    Variable(
+        "STAGEWATCH_RINGS_KEPT",
+        "2",
+        "Rings of ended engines kept per rank; older ones are removed at arming.",
+    ),
     Variable(
         "STAGEWATCH_FIXED_MASK",
         "0",
