@@ -118,11 +118,15 @@ class Probe:
         """``slot`` was released; ``generation`` is the one that ended."""
         self._store(Kind.FREE, Free(slot, generation, int(self._slot_keys[slot])))
 
-    @guarded
-    def inputs(self, body: Inputs) -> None:
-        """Start the next step: what the rank is about to feed. Raises the ordinal first."""
+    def begin(self) -> int:
+        """Raise the ordinal and return it, for an adapter whose copy of the inputs is ready only later."""
         self.step += 1
-        self._store(Kind.INPUTS, body)
+        return self.step
+
+    @guarded
+    def inputs(self, body: Inputs, step: int | None = None) -> None:
+        """Record what the rank is about to feed. Starts the next step, unless ``step`` is one that `begin` gave."""
+        self._store(Kind.INPUTS, body, self.begin() if step is None else step)
 
     @guarded
     def mask(self, engine: NDArray[np.bool_] | None, fixed: NDArray[np.bool_] | None, rows: int) -> None:
@@ -144,12 +148,17 @@ class Probe:
         self._store(kind, body, step)
 
     @guarded
-    def collective(self, group: str, op: str, dtype: str, numel: int, group_size: int = UNKNOWN) -> None:
-        """Record that this rank is about to enter a collective or point-to-point call."""
+    def collective(
+        self, group: str, op: str, dtype: str, numel: int, group_size: int = UNKNOWN, step: int | None = None
+    ) -> None:
+        """Record that this rank is about to enter a collective or point-to-point call.
+
+        ``step`` names the step it belongs to where that is not the current one: a stage receives its
+        hidden states before it prepares its inputs.
+        """
         self._collectives += 1
-        self._store(
-            Kind.COLLECTIVE, Collective(self._collectives, numel, group_size, f"{group} {op} {dtype}")
-        )
+        body = Collective(self._collectives, numel, group_size, f"{group} {op} {dtype}")
+        self._store(Kind.COLLECTIVE, body, step)
 
     @guarded
     def note(self, text: str) -> None:

@@ -1,0 +1,143 @@
+"""Copies of device tensors that never make the engine wait.
+
+On the CPU a copy is complete when it returns, so it is published at once. On CUDA the values are first
+gathered into a device buffer on the engine's own stream, which orders the read before whatever
+overwrites them later; a side stream then copies that buffer to pinned memory and records an event. The
+values are published when the event is done: at a later step or by a timer. Buffers rotate; where none is
+free the copy is given up and counted.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+I32 = NDArray[np.int32]
+Publish = Callable[[list[I32]], None]
+"""Takes one int32 array per tensor staged, of the tensor's shape; it owns them."""
+
+BUFFERS: Final = 16
+"""Copies in flight per rank: pp_size + 1 steps of four copies each, with room."""
+
+
+class Staging(Protocol):
+    """Brings device values to the host without waiting for them."""
+
+    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
+        """Copy ``tensors`` as they are at this point of the engine's stream, then call ``publish``.
+
+        ``after`` is an event that must be done before the values are there, or None. Calls are
+        published in the order of `take`.
+        """
+
+    def poll(self) -> None:
+        """Publish what has arrived."""
+
+
+class HostStaging:
+    """For tensors in host memory: publishes before it returns."""
+
+    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
+        """Copy and publish."""
+        publish([np.array(tensor.numpy(), dtype=np.int32) for tensor in tensors])
+
+    def poll(self) -> None:
+        """Do nothing: there is never anything left."""
+
+
+@dataclass
+class _Flight:
+    buffer: "_Buffer"
+    shapes: list[tuple[int, ...]]
+    publish: Publish
+
+
+class _Buffer:
+    """A device buffer, its pinned twin, and the event that says the twin is filled."""
+
+    def __init__(self, torch: Any, size: int, device: "torch.device") -> None:
+        self.device = torch.empty(size, dtype=torch.int32, device=device)
+        self.pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.done = torch.cuda.Event()
+
+
+class CudaStaging:
+    """For tensors on a CUDA device. ``size`` is the most int32 values of one copy.
+
+    ``dropped`` is called with a count where a copy had to be given up.
+    """
+
+    def __init__(
+        self, device: "torch.device", size: int, dropped: Callable[[int], None], buffers: int = BUFFERS
+    ) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._free = deque(_Buffer(torch, size, device) for _ in range(buffers))
+        self._size = size
+        self._dropped = dropped
+        self._flights: deque[_Flight] = deque()
+
+    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
+        """Launch the copies; returns before they are done."""
+        self.poll()
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        sizes = [tensor.numel() for tensor in tensors]
+        if not self._free or sum(sizes) > self._size:
+            self._dropped(1)
+            return
+        buffer = self._free.popleft()
+        engine_stream = self._torch.cuda.current_stream(self._device)
+        if after is not None:
+            # The values arrive on another stream. Waiting for them on the engine's stream would hold
+            # the engine up, so they are gathered on ours; nothing overwrites them before they are consumed.
+            self._stream.wait_event(after)
+            with self._torch.cuda.stream(self._stream):
+                self._gather(buffer, tensors, sizes)
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+        else:
+            self._gather(buffer, tensors, sizes)
+            self._stream.wait_stream(engine_stream)
+        with self._torch.cuda.stream(self._stream):
+            total = sum(sizes)
+            buffer.pinned[:total].copy_(buffer.device[:total], non_blocking=True)
+            buffer.done.record(self._stream)
+        self._flights.append(_Flight(buffer, shapes, publish))
+
+    def poll(self) -> None:
+        """Publish, in order, the copies whose event is done."""
+        while self._flights and self._flights[0].buffer.done.query():
+            flight = self._flights.popleft()
+            flat = flight.buffer.pinned.numpy()
+            arrays: list[I32] = []
+            at = 0
+            for shape in flight.shapes:
+                count = int(np.prod(shape, dtype=np.int64))
+                arrays.append(flat[at : at + count].reshape(shape).copy())
+                at += count
+            self._free.append(flight.buffer)
+            flight.publish(arrays)
+
+    def _gather(self, buffer: _Buffer, tensors: "Sequence[torch.Tensor]", sizes: list[int]) -> None:
+        at = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            buffer.device[at : at + size].copy_(tensor.reshape(-1), non_blocking=True)
+            at += size
+
+
+def staging_for(device: "torch.device", size: int, dropped: Callable[[int], None]) -> Staging:
+    """The staging for an engine's device. Raises ValueError for a device whose copies it cannot order."""
+    if device.type == "cpu":
+        return HostStaging()
+    if device.type == "cuda":
+        return CudaStaging(device, size, dropped)
+    raise ValueError(f"device type {device.type} is not supported: cpu and cuda are")

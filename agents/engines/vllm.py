@@ -1,0 +1,167 @@
+"""vLLM's adapter: from the plugin call to an armed worker.
+
+vLLM calls its plugins in every process it starts, long before a worker knows its rank, and swallows what
+they raise. So `install` only wraps one method of the worker's wrapper, and everything else happens in the
+worker itself, after its model is loaded: the rank is known, every other plugin has done its patching, and no
+request has been served. A ring is never made before that, so it is never inherited through a fork.
+"""
+
+import functools
+import importlib
+import logging
+import threading
+from typing import Any, Final
+
+from stagewatch.agents.arming import arm
+from stagewatch.agents.engines.staging import staging_for
+from stagewatch.agents.engines.vllm_hooks import RankHooks
+from stagewatch.agents.engines.vllm_identity import identity_of
+from stagewatch.agents.engines.vllm_variants import WORKS_WITH, inspect_engine, load_engine
+from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.probe import Probe
+from stagewatch.agents.settings import ProbeSettings
+
+log = logging.getLogger("stagewatch")
+
+_MARK: Final = "_stagewatch_installed"
+_QUIET_METHODS: Final = ("determine_available_memory", "compile_or_warm_up_model")
+"""Worker methods that run batches of no request."""
+
+
+def install() -> None:
+    """Arrange that this process's worker, if it starts one, arms itself. Harmless when called again."""
+    try:
+        wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+        original = wrapper.init_device
+    except (ImportError, AttributeError) as error:
+        log.warning("stagewatch: not armed: this vLLM has no worker to watch (%s); %s.", error, WORKS_WITH)
+        return
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _guarded(_watch_loading, self.worker)
+        return result
+
+    setattr(init_device, _MARK, True)
+    wrapper.init_device = init_device
+
+
+def _watch_loading(worker: Any) -> None:
+    """Arm ``worker`` once its model is loaded."""
+    original = worker.load_model
+
+    @functools.wraps(original)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        del worker.load_model
+        _guarded(arm_worker, worker)
+        return result
+
+    worker.load_model = load_model
+
+
+def _guarded(action: Any, worker: Any) -> None:
+    try:
+        action(worker)
+    except StagewatchError as error:
+        log.warning("stagewatch: not armed: %s. The engine is not affected.", error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
+        log.warning("stagewatch: not armed: %s: %s. The engine is not affected.", type(error).__name__, error)
+
+
+def arm_worker(worker: Any) -> RankHooks | None:
+    """Arm a worker whose model is loaded; None, with one line in the log, where there is nothing to watch.
+
+    Raises StagewatchError for a bad setting or a ring that cannot be made.
+    """
+    settings = ProbeSettings.from_environment()
+    if settings is None:
+        return None
+    config = worker.vllm_config
+    if config.parallel_config.pipeline_parallel_size == 1:
+        if worker.rank == 0:
+            log.warning("stagewatch: not armed: pipeline_parallel_size is 1, there are no stages to compare.")
+        return None
+    runner = worker.model_runner
+    engine = load_engine()
+    finding = inspect_engine(engine)
+    if finding.supported and (engine.runner is None or not isinstance(runner, engine.runner)):
+        log.warning(
+            "stagewatch: not armed: found the runner %s.%s, not the V2 model runner; %s.",
+            type(runner).__module__,
+            type(runner).__qualname__,
+            WORKS_WITH,
+        )
+        return None
+    if not finding.supported:
+        log.warning("stagewatch: not armed: %s.", finding.why)
+        return None
+    return _arm(worker, runner, engine.pp_utils, finding, settings)
+
+
+def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeSettings) -> RankHooks:
+    parallel_state = importlib.import_module("vllm.distributed.parallel_state")
+    distributed = importlib.import_module("torch.distributed")
+    identity = identity_of(worker.vllm_config, runner, finding, parallel_state)
+    probe = arm(identity, settings)
+    try:
+        states = runner.req_states
+        values_max = runner.max_num_reqs * (2 * states.draft_tokens.shape[1] + 8) + 2 * runner.max_num_tokens
+        staging = staging_for(runner.device, values_max, probe.dropped)
+        hooks = RankHooks(
+            probe,
+            finding,
+            staging,
+            runner=runner,
+            pp_utils=pp_utils,
+            distributed=distributed,
+            pp_group=parallel_state.get_pp_group(),
+        )
+        hooks.install()
+        _quieten(worker, hooks)
+    except Exception as error:
+        probe.disarm(f"arming failed: {type(error).__name__}: {error}")
+        raise
+    _Timer(probe, staging.poll, settings.heartbeat_s).start()
+    probe.heartbeat()
+    log.warning("stagewatch: rank %s armed, vLLM %s, variant %s.", identity.rank, identity.engine_version, finding.variant)
+    return hooks
+
+
+def _quieten(worker: Any, hooks: RankHooks) -> None:
+    """Record nothing while ``worker`` profiles or warms up."""
+    for name in _QUIET_METHODS:
+        original = getattr(worker, name, None)
+        if original is None:
+            continue
+
+        def quiet(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            hooks.suspended = True
+            try:
+                return _original(*args, **kwargs)
+            finally:
+                hooks.suspended = False
+
+        setattr(worker, name, functools.wraps(original)(quiet))
+
+
+class _Timer(threading.Thread):
+    """Writes heartbeats while the engine is idle, and publishes the last copies of a burst."""
+
+    def __init__(self, probe: Probe, poll: Any, every_s: float) -> None:
+        super().__init__(name="stagewatch-heartbeat", daemon=True)
+        self._probe, self._poll, self._every_s = probe, poll, every_s
+        self._never = threading.Event()
+
+    def run(self) -> None:
+        """Beat until the probe is disarmed or the process ends."""
+        while self._probe.armed:
+            self._never.wait(self._every_s)
+            try:
+                self._poll()
+            except Exception as error:  # noqa: BLE001  # a daemon must not die with a traceback in the engine's log
+                self._probe.disarm(f"publishing failed: {type(error).__name__}: {error}")
+            self._probe.heartbeat()

@@ -1,0 +1,190 @@
+"""From vLLM's batch objects to record bodies. Reads host state at once, device state through staging.
+
+Names on the engine's side are those of releases 0.23 to 0.33, which `vllm_variants` has verified to exist.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewatch.agents.engines.staging import I32, Staging
+from stagewatch.agents.record import U64, UNKNOWN, Inputs, Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which request is in which slot, row by row of one batch; arrays of shape [rows]."""
+
+    request: U64
+    slot: I32
+    generation: I32
+
+
+class Keys:
+    """Request keys by request id, kept while a request holds a slot."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, int] = {}
+        self._id_of_slot: dict[int, str] = {}
+
+    def bind(self, request_id: str, slot: int, key: int) -> None:
+        """Remember a request until its slot is freed."""
+        self._by_id[request_id] = key
+        self._id_of_slot[slot] = request_id
+
+    def free(self, slot: int) -> None:
+        """Forget the request of ``slot``."""
+        request_id = self._id_of_slot.pop(slot, None)
+        if request_id is not None:
+            self._by_id.pop(request_id, None)
+
+    def of(self, request_ids: list[str]) -> U64:
+        """Keys of a batch's rows, uint64 [rows]; 0 for a request never bound."""
+        get = self._by_id.get
+        return np.fromiter((get(request_id, 0) for request_id in request_ids), np.uint64, len(request_ids))
+
+
+def rows_of(batch: Any, keys: Keys, generations: NDArray[np.int32]) -> Rows:
+    """The rows of ``batch``, with each slot's generation as it is now."""
+    slots = batch.idx_mapping_np
+    return Rows(keys.of(batch.req_ids), slots.astype(np.int32), generations[slots])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the scheduler planned for a step; scalars of the inputs record."""
+
+    tick: int
+    graph_mode: int
+    spec_tokens: int
+
+
+def stage_inputs(
+    staging: Staging,
+    batch: Any,
+    states: Any,
+    rows: Rows,
+    plan: Plan,
+    adaptive: bool,
+    publish: Callable[[Inputs], None],
+) -> None:
+    """Bring the inputs of ``batch`` to the host and hand them to ``publish``.
+
+    ``states`` is the engine's RequestState. With ``adaptive`` verification only the device knows how many
+    drafts each row got: the host's counts are upper bounds, so the boundaries are read from the device.
+    """
+    slots, count, tokens = batch.idx_mapping, batch.num_reqs, batch.num_tokens
+    host_slots = batch.idx_mapping_np
+    scheduled = np.diff(batch.query_start_loc_np[: count + 1]).astype(np.int32)
+    drafts = batch.num_draft_tokens_per_req
+    draft_count = np.zeros(count, np.int32) if drafts is None else np.array(drafts, np.int32)
+    host = (
+        batch.num_computed_tokens_np.astype(np.int32),
+        batch.prefill_len_np.astype(np.int32),
+        states.max_seq_len[host_slots],
+        batch.is_prefilling_np.astype(np.uint8),
+    )
+    padded = int(batch.num_tokens_after_padding)
+    tensors = [
+        states.num_computed_tokens.gpu[slots],
+        states.last_sampled_tokens[slots].reshape(-1),
+        states.draft_tokens[slots],
+        batch.input_ids[:tokens],
+        batch.positions[:tokens],
+    ]
+    if adaptive:
+        tensors += [batch.query_start_loc[: count + 1], batch.cu_num_logits[: count + 1]]
+
+    def arrived(values: list[I32]) -> None:
+        computed, last, block, ids, positions = values[:5]
+        found_scheduled, found_drafts = scheduled, draft_count
+        if adaptive:
+            found_scheduled = np.diff(values[5])
+            found_drafts = np.maximum(np.diff(values[6]) - 1, 0)
+        mirror, prefill_len, cap, prefilling = host
+        publish(
+            Inputs(
+                plan.tick,
+                plan.graph_mode,
+                plan.spec_tokens,
+                padded,
+                rows.request,
+                rows.slot,
+                rows.generation,
+                mirror,
+                computed,
+                prefill_len,
+                found_scheduled,
+                found_drafts,
+                cap,
+                last,
+                block,
+                ids,
+                positions,
+                prefilling,
+            )
+        )
+
+    staging.take(tensors, arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A payload received and not yet consumed, beside the engine's own entry for it."""
+
+    entry: Any
+    """The engine's PendingRecv; matched by identity."""
+    step: int
+    """Ordinal of the step that sent it."""
+    rows: Rows
+
+
+def payload(
+    rows: Rows,
+    values: list[I32],
+    applied: NDArray[np.bool_] | None,
+    *,
+    at: int = UNKNOWN,
+    generation_now: I32 | None = None,
+) -> Payload:
+    """A payload body from arrays [tokens, num_sampled, num_rejected, drafts?] as they arrived.
+
+    ``applied`` None stands for every row.
+    """
+    tokens, num_sampled, num_rejected = values[:3]
+    count = len(rows.slot)
+    return Payload(
+        at,
+        0,
+        rows.request,
+        rows.slot,
+        rows.generation,
+        rows.generation if generation_now is None else generation_now,
+        num_sampled,
+        num_rejected,
+        tokens.reshape(count, -1),
+        values[3] if len(values) > 3 else np.zeros((count, 0), np.int32),
+        np.ones(count, np.uint8) if applied is None else applied.astype(np.uint8),
+    )
+
+
+def skipped(rows: Rows) -> Payload:
+    """The payload of a step that broadcast nothing because its mask was None."""
+    count = len(rows.slot)
+    none, empty = np.zeros(count, np.int32), np.zeros((count, 0), np.int32)
+    return Payload(
+        UNKNOWN,
+        1,
+        rows.request,
+        rows.slot,
+        rows.generation,
+        rows.generation,
+        none,
+        none,
+        empty,
+        empty,
+        np.zeros(count, np.uint8),
+    )

@@ -1,0 +1,80 @@
+"""Who a vLLM worker is, and the parts of its configuration that must be equal on all ranks."""
+
+import importlib
+import os
+import socket
+import time
+from hashlib import blake2b
+from typing import Any
+
+from stagewatch.agents.engines.vllm_variants import Finding
+from stagewatch.agents.identity import Fingerprint, Identity, Rank, Sizes
+from stagewatch.agents.settings import ProbeSettings
+
+
+def identity_of(config: Any, runner: Any, finding: Finding, parallel_state: Any) -> Identity:
+    """Identity of the worker that runs ``runner`` under the VllmConfig ``config``.
+
+    Ranks of prefill context parallelism hold the same batch as their tensor parallel peers, so they count
+    as more of those.
+    """
+    settings = ProbeSettings.from_environment()
+    parallel = config.parallel_config
+    pp, tp = parallel_state.get_pp_group(), parallel_state.get_tp_group()
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    pcp_rank = parallel_state.get_pcp_group().rank_in_group if pcp_size > 1 else 0
+    return Identity(
+        deployment=settings.deployment if settings else "default",
+        instance=_instance(config),
+        rank=Rank(parallel.data_parallel_rank, pp.rank_in_group, pcp_rank * tp.world_size + tp.rank_in_group),
+        sizes=Sizes(parallel.data_parallel_size, pp.world_size, tp.world_size * pcp_size),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        engine="vllm",
+        engine_version=str(importlib.import_module("vllm").__version__),
+        variant=finding.variant,
+        spec_tokens=runner.num_speculative_steps,
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        started_ns=time.time_ns(),
+        config=tuple(Fingerprint(name, value) for name, value in sorted(fingerprints(config, runner).items())),
+    )
+
+
+def fingerprints(config: Any, runner: Any) -> dict[str, str]:
+    """Configuration that must be equal on all ranks of an engine, by name.
+
+    Names of models and paths can be secret, so they are hashed. What differs by design is left out:
+    devices, layers held, per-rank seeds.
+    """
+    model, scheduler, cache = config.model_config, config.scheduler_config, config.cache_config
+    spec = config.speculative_config
+    found = {
+        "model": _hashed(model.model, getattr(model, "revision", None)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": str(cache.block_size),
+        "prefix_caching": str(cache.enable_prefix_caching),
+        "max_num_seqs": str(scheduler.max_num_seqs),
+        "max_num_batched_tokens": str(scheduler.max_num_batched_tokens),
+        "async_scheduling": str(scheduler.async_scheduling),
+        "vocab_size": str(runner.vocab_size),
+        "spec_tokens": str(runner.num_speculative_steps),
+        "spec_method": str(spec.method) if spec is not None else "none",
+        "layer_partition": os.environ.get("VLLM_PP_LAYER_PARTITION", "default"),
+        "torch": str(importlib.import_module("torch").__version__),
+        "engine": str(importlib.import_module("vllm").__version__),
+    }
+    draft = getattr(spec, "draft_model_config", None)
+    if draft is not None:
+        found["draft_model"] = _hashed(draft.model, getattr(draft, "revision", None))
+    return found
+
+
+def _instance(config: Any) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in str(config.instance_id)) or "unnamed"
+
+
+def _hashed(*parts: object) -> str:
+    return blake2b("\0".join(map(str, parts)).encode(), digest_size=8).hexdigest()
