@@ -7,10 +7,12 @@ Raw token columns are empty unless the operator opted in; nothing but display ev
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
 from stagewatch.agents.digest import Digester
 from stagewatch.agents.identity import Identity
 from stagewatch.agents.record import (
@@ -183,6 +185,42 @@ B = TypeVar("B", InputsBlock, MaskBlock, PayloadBlock, EventBlock)
 
 PER_STEP_LISTS: Final = frozenset({"raw_ids", "raw_drafts", "raw_tokens"})
 """Columns that are neither per step nor per row: their length per step is in no row count."""
+
+
+def list_offsets(block: Block, column: str) -> I64:
+    """Where each step's part of a row column or raw column begins: int64 [steps + 1]."""
+    if isinstance(block, EventBlock):
+        return np.arange(len(block.seq) + 1, dtype=np.int64)
+    rows: I64 = np.concatenate([[0], np.cumsum(block.rows, dtype=np.int64)])
+    if not column.startswith("raw_"):
+        return rows
+    if not len(getattr(block, column)):
+        return np.zeros(len(rows), np.int64)
+    if isinstance(block, InputsBlock) and column == "raw_ids":
+        tokens: I64 = np.concatenate([[0], np.cumsum(block.scheduled, dtype=np.int64)])
+        return tokens[rows]
+    if column == "raw_last":
+        return rows
+    per_row = (
+        block.width if isinstance(block, PayloadBlock) and column == "raw_tokens" else cast(Any, block).drafts
+    )
+    sizes: I64 = np.concatenate([[0], np.cumsum(block.rows * per_row, dtype=np.int64)])
+    return sizes
+
+
+def slice_steps(block: B, first: int, end: int) -> B:
+    """Records ``first`` to ``end`` (exclusive) of a block, as views."""
+    if first == 0 and end == len(block.seq):
+        return block
+    columns: list[Any] = []
+    for field in fields(block):
+        values = getattr(block, field.name)
+        if field.name in block.STEP_COLUMNS:
+            columns.append(values[first:end])
+        else:
+            offsets = list_offsets(block, field.name)
+            columns.append(values[offsets[first] : offsets[end]])
+    return type(block)(*columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +485,6 @@ def join(blocks: Sequence[B]) -> B:
     block_type = type(blocks[0])
     columns: list[Any] = []
     for field in fields(block_type):
-        values = [getattr(block, field.name) for block in blocks]
-        columns.append(sum(values, []) if field.name == "text" else np.concatenate(values))
+        values: list[Any] = [getattr(block, field.name) for block in blocks]
+        columns.append([*chain.from_iterable(values)] if field.name == "text" else np.concatenate(values))
     return block_type(*columns)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
 from stagewatch.agents.errors import RecordError
 
 SCHEMA = 1
@@ -283,7 +284,7 @@ HEAD_SIZE = _HEAD.size
 _CRC_FROM = 12
 _SCALARS_MAX = 5
 _ITEM_SIZE = {"u8": 8, "i4": 4, "u1": 1}
-_DTYPE = {"u8": np.dtype("<u8"), "i4": np.dtype("<i4"), "u1": np.dtype("u1")}
+_DTYPE: dict[str, np.dtype[Any]] = {"u8": np.dtype("<u8"), "i4": np.dtype("<i4"), "u1": np.dtype("u1")}
 
 
 def request_key(request_id: str) -> int:
@@ -418,12 +419,12 @@ def _decode_body(
     text_size: int,
     scalars: list[int],
 ) -> Body:
-    values: list[object] = list(scalars[: len(body_type.SCALARS)])
+    values: list[Any] = list(scalars[: len(body_type.SCALARS)])
     rows, width, drafts, _ = counts
     offset = HEAD_SIZE
     for _, dtype, extent in body_type.COLUMNS:
         count = _elements(extent, *counts)
-        column: Any = np.frombuffer(buffer, _DTYPE[dtype], count, offset).copy()
+        column = np.frombuffer(buffer, np.dtype(_DTYPE[dtype]), count, offset).copy()
         if extent is Extent.WIDTH:
             column = column.reshape(rows, width)
         elif extent is Extent.DRAFT:
@@ -439,9 +440,9 @@ def _decode_body(
         values[body_type.SCALARS.index("request")] = scalars[body_type.SCALARS.index("request")] & (2**64 - 1)
     if body_type is Inputs:
         scheduled = values[_SCHEDULED]
-        if (scheduled < 0).any() or scheduled.sum(dtype=np.int64) != counts[3]:  # type: ignore[operator,attr-defined]  # an int32 column
+        if (scheduled < 0).any() or scheduled.sum(dtype=np.int64) != counts[3]:
             raise RecordError("inputs record's scheduled counts do not add up to its fed tokens")
-    return body_type(*values)  # type: ignore[arg-type]  # fields follow SCALARS, COLUMNS, TEXT: asserted below
+    return body_type(*values)
 
 
 _SCHEDULED = len(Inputs.SCALARS) + [name for name, _, _ in Inputs.COLUMNS].index("scheduled")

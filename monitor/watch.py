@@ -3,73 +3,67 @@
 Single-threaded and deterministic: what it says depends only on the evidence and on the times it is told.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final
 
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
-from stagewatch.monitor.incidents import Incident, Severity
+from stagewatch.monitor.engine import Engine
+from stagewatch.monitor.incidents import Incident
+from stagewatch.monitor.states import Change, EngineState, RankState
+from stagewatch.monitor.windows import Group
+
+SILENT_AFTER_S: Final = 30.0
+"""A rank not heard of for so long, while others are, is no longer waited for."""
+
+__all__ = ["Change", "EngineState", "RankState", "Watch"]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An incident was opened, or rose in severity, or learned more."""
-
-    kind: Literal["opened", "raised", "updated"]
-    incident: Incident
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """One rank as last heard of."""
-
-    identity: Identity
-    armed: bool
-    reason: str
-    """Why it is not armed."""
-    last_step: int
-    last_heard_ns: int
-    margin_s: float
-    lost_records: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """One data-parallel replica of one life of an engine."""
-
-    deployment: str
-    instance: str
-    dp: int
-    ranks: tuple[RankState, ...]
-    missing: tuple[Rank, ...]
-    """Ranks of the group that were never heard of."""
-    compared_to: int
-    """Every step up to this ordinal has its verdicts."""
-    verdicts: dict[str, int]
-    """Row counts by verdict: ``consistent``, ``diverged``, and ``indeterminate:REASON`` for each reason."""
-    worst: Severity | None
-    wedged: str
-    """Empty, or why the engine is considered stuck."""
-
-
-@dataclass
 class Watch:
-    """All engines of one collector. Raises nothing for bad evidence: it is counted and judged INDETERMINATE."""
+    """All engines of one collector."""
 
-    engines: dict[tuple[str, int], object] = field(default_factory=dict)
+    def __init__(self, *, silent_after_s: float = SILENT_AFTER_S) -> None:
+        self._engines: dict[tuple[str, int], Engine] = {}
+        self._silent_after_ns = int(silent_after_s * 1e9)
 
-    def hello(self, identity: Identity) -> None:
+    def hello(self, identity: Identity, now_ns: int = 0) -> None:
         """A rank's stream begins, or begins again."""
-        raise NotImplementedError
+        rank = identity.rank
+        key = (identity.instance, rank.dp)
+        if key not in self._engines:
+            group = Group(identity.deployment, identity.instance, rank.dp, identity.sizes)
+            self._engines[key] = Engine(group)
+        self._engines[key].hello(identity, now_ns)
 
-    def take(self, instance: str, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int) -> list[Change]:
-        """Take one batch of a rank that said hello, and judge whatever became comparable."""
-        raise NotImplementedError
+    def take(
+        self, instance: str, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int
+    ) -> list[Change]:
+        """Take one batch of a rank that said hello, and judge whatever became comparable.
+
+        Raises KeyError for a rank that did not.
+        """
+        return self._engines[instance, rank.dp].take(rank, evidence, margin_s, now_ns)
 
     def tick(self, now_ns: int) -> list[Change]:
-        """Judge what only the passing of time can tell: silent ranks, stalls. Call about once a second."""
-        raise NotImplementedError
+        """Judge what only the passing of time can tell: silent ranks. Call about once a second."""
+        changes: list[Change] = []
+        for engine in self._engines.values():
+            absent = engine.silent(now_ns, self._silent_after_ns)
+            if absent:
+                changes += engine.give_up(absent, now_ns)
+        return changes
+
+    def finish(self, now_ns: int = 0) -> list[Change]:
+        """The evidence has ended (a replay): judge what is left without waiting for anybody."""
+        return [change for engine in self._engines.values() for change in engine.finish(now_ns)]
+
+    def incidents(self) -> list[Incident]:
+        """Every incident of every engine."""
+        return [incident for engine in self._engines.values() for incident in engine.incidents()]
+
+    def steps(self) -> int:
+        """Steps of all engines that have a verdict."""
+        return sum(engine.steps for engine in self._engines.values())
 
     def states(self) -> list[EngineState]:
-        """Every engine, newest first."""
-        raise NotImplementedError
+        """Every engine, oldest first."""
+        return [engine.state() for engine in self._engines.values()]

@@ -1,0 +1,144 @@
+"""I2: rows that the mask drops although they may have sampled. The founding fault (vLLM PR 54436).
+
+Excluded is not yet harmed: a row dropped at its very last step never runs again. So this check only
+notices, warns when the same (request, generation) is scheduled again, and leaves it to the checks of
+state to call it critical.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+
+from stagewatch.monitor.checks.base import Chunk, Finding, Phase
+from stagewatch.monitor.history import History, Seen
+from stagewatch.monitor.incidents import Severity
+from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow
+
+REMEMBERED_MAX: Final = 65_536
+"""Excluded rows waited for; far more than an engine has slots, since most never run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Excluded:
+    step: int
+    generation: int
+    warned: bool
+
+
+class ExcludedRow:
+    """A row that may have sampled must be in the broadcast."""
+
+    NAME: ClassVar = "excluded-row"
+    COMPARES: ClassVar = "the engine's mask with the fixed mask, and what is scheduled after"
+    EXCEPTIONS: ClassVar = "prefill chunks that are not the last; a final chunk whose one token reaches the cap (dropped since 0.31)"
+    REMEDY: ClassVar = (
+        "The engine's broadcast mask predicts which rows finish and is wrong under speculation (vLLM PR 54436; "
+        "0.23 to 0.29 and forks of them). Upgrade to vLLM 0.30 or later, or set STAGEWATCH_FIXED_MASK=1."
+    )
+
+    def __init__(self) -> None:
+        self._excluded: OrderedDict[int, _Excluded] = OrderedDict()
+
+    def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
+        """Interleave exclusions and what is scheduled after them in the order they happened."""
+        exclusions = sorted(self._exclusions(chunk.mask, history), key=lambda found: found[0].step)
+        findings: list[Finding] = []
+        inputs_from = 0
+        for finding, _ in exclusions:
+            if chunk.inputs is not None:
+                until = int(np.searchsorted(chunk.inputs.steps, finding.step, side="right"))
+                findings += self._scheduled_again(chunk.inputs, inputs_from, until)
+                inputs_from = max(inputs_from, until)
+            known = self._excluded.get(finding.request)
+            if known is None or known.generation != finding.generation:
+                findings.append(finding)
+            warned = known is not None and known.generation == finding.generation and known.warned
+            self._excluded[finding.request] = _Excluded(finding.step, finding.generation, warned)
+            if len(self._excluded) > REMEMBERED_MAX:
+                self._excluded.popitem(last=False)
+        if chunk.inputs is not None:
+            findings += self._scheduled_again(chunk.inputs, inputs_from, len(chunk.inputs.steps))
+        return findings
+
+    def _exclusions(self, window: MaskWindow | None, history: History) -> Iterator[tuple[Finding, Seen]]:
+        if window is None:
+            return
+        dropped = np.zeros(len(window.blocks[0].fixed), np.bool_)
+        for mask in window.blocks:
+            dropped |= (mask.fixed != 0) & (mask.engine == 0)
+        for row in np.flatnonzero(dropped):
+            at, in_step = window.locate(int(row))
+            step = int(window.steps[at])
+            seen = history.row_at(step, in_step)
+            if seen is None:
+                continue
+            block, i = seen.reference, seen.row
+            prefilling = bool(block.prefilling[i])
+            if prefilling and 0 <= block.cap[i] <= block.prefill_len[i] + 1:
+                continue  # its one token ends it: no stage will need it
+            indices = [
+                index
+                for index, mask in zip(window.indices, window.blocks, strict=True)
+                if mask.fixed[row] and not mask.engine[row]
+            ]
+            yield (
+                Finding(
+                    check=self.NAME,
+                    severity=Severity.NOTICE,
+                    step=step,
+                    phase=Phase.MASK,
+                    text=(
+                        f"{'final prefill chunk' if prefilling else 'decoding row'} dropped from the broadcast "
+                        f"(mirror {block.mirror[i]}, prefill {block.prefill_len[i]}, cap {block.cap[i]})"
+                    ),
+                    remedy=self.REMEDY,
+                    request=int(block.request[i]),
+                    generation=int(block.generation[i]),
+                    row=in_step,
+                    ranks=window.group.numbers(indices),
+                    fields=("need_sampled_mask",),
+                    t_ns=min(int(mask.t_ns[at]) for mask in window.blocks),
+                ),
+                seen,
+            )
+
+    def _scheduled_again(self, window: InputsWindow, first: int, end: int) -> list[Finding]:
+        """Warnings for excluded rows among steps ``first`` to ``end`` (exclusive) of a window."""
+        if not self._excluded or first >= end:
+            return []
+        block = window.blocks[-1]
+        starts = np.concatenate([[0], np.cumsum(block.rows)])
+        rows = slice(int(starts[first]), int(starts[end]))
+        waiting = np.fromiter(self._excluded.keys(), np.uint64, len(self._excluded))
+        findings = []
+        for offset in np.flatnonzero(np.isin(block.request[rows], waiting)):
+            row = rows.start + int(offset)
+            request = int(block.request[row])
+            excluded = self._excluded[request]
+            at, in_step = window.locate(row)
+            step = int(window.steps[at])
+            if step <= excluded.step or block.generation[row] != excluded.generation or excluded.warned:
+                continue
+            self._excluded[request] = _Excluded(excluded.step, excluded.generation, True)
+            findings.append(
+                Finding(
+                    check=self.NAME,
+                    severity=Severity.WARNING,
+                    step=step,
+                    phase=Phase.INPUTS,
+                    text=f"scheduled again without the tokens of step {excluded.step}",
+                    remedy=self.REMEDY,
+                    request=request,
+                    generation=excluded.generation,
+                    row=in_step,
+                    ranks=window.group.numbers(
+                        [i for i in window.indices if i not in window.group.last_stage]
+                    ),
+                    fields=("need_sampled_mask",),
+                    t_ns=min(int(each.t_ns[at]) for each in window.blocks),
+                )
+            )
+        return findings

@@ -1,0 +1,86 @@
+"""What the checks of one field have in common: compare, look back, blame, put into words."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagewatch.agents.evidence import InputsBlock
+from stagewatch.monitor.blame import blame
+from stagewatch.monitor.checks.base import Finding, Phase
+from stagewatch.monitor.history import History, Seen, SentRow
+from stagewatch.monitor.incidents import Severity, Value
+from stagewatch.monitor.windows import InputsWindow, raw_tokens
+
+
+def previous_broadcast(window: InputsWindow, row: int, history: History) -> tuple[Seen, SentRow] | None:
+    """The row's previous step and what the last stage sent then, where both are known."""
+    block = window.blocks[-1]
+    step = int(window.steps[window.locate(row)[0]])
+    request, generation = int(block.request[row]), int(block.generation[row])
+    within = _previous_in(window, row, request, generation, step)
+    seen = within or history.previous(request, generation, step)
+    if seen is None:
+        return None
+    sent = history.sent(seen.step, request)
+    return (seen, sent) if sent is not None and sent.num_sampled > 0 else None
+
+
+def _previous_in(window: InputsWindow, row: int, request: int, generation: int, step: int) -> Seen | None:
+    block = window.blocks[-1]
+    same = (block.request[:row] == np.uint64(request)) & (block.generation[:row] == generation)
+    for earlier in np.flatnonzero(same)[::-1]:
+        found = int(window.steps[window.locate(int(earlier))[0]])
+        if found < step:
+            return Seen(window, int(earlier), found)
+    return None
+
+
+def difference(
+    check: str,
+    remedy: str,
+    window: InputsWindow,
+    row: int,
+    fields: Sequence[tuple[str, str]],
+    *,
+    expected: int | None,
+    sampled: bool,
+    text: str,
+) -> Finding:
+    """A critical finding on one row. ``fields`` are (name for people, column); the first decides blame."""
+    block = window.blocks[-1]
+    at, _ = window.locate(row)
+    differing = [
+        (name, column) for name, column in fields if len(set(window.values(column, row).tolist())) > 1
+    ]
+    decisive = [int(value) for value in window.values(differing[0][1], row)]
+    blamed = blame(window.group, window.indices, decisive, expected=expected, sampled=sampled)
+    return Finding(
+        check=check,
+        severity=Severity.CRITICAL,
+        step=int(window.steps[at]),
+        phase=Phase.INPUTS,
+        text=text,
+        remedy=remedy,
+        request=int(block.request[row]),
+        generation=int(block.generation[row]),
+        row=row,
+        ranks=blamed or window.group.numbers(window.indices),
+        blamed=blamed,
+        fields=tuple(name for name, _ in differing),
+        values=tuple(
+            Value(window.group.number(index), name, shown(block_, row, column))
+            for name, column in differing
+            for index, block_ in zip(window.indices, window.blocks, strict=True)
+        ),
+        t_ns=min(int(each.t_ns[at]) for each in window.blocks),
+    )
+
+
+_RAW = {"ids_digest": "ids", "last_digest": "last", "draft_digest": "drafts"}
+
+
+def shown(block: InputsBlock, row: int, column: str) -> str:
+    """A value for people: raw tokens where the operator opted in, else a digest in hex or a count."""
+    if column in _RAW:
+        return raw_tokens(block, row, _RAW[column]) or f"{int(getattr(block, column)[row]):016x}"
+    return str(int(getattr(block, column)[row]))

@@ -1,0 +1,55 @@
+"""I6: the tokens and positions that each rank really feeds."""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewatch.monitor.checks.base import Finding
+from stagewatch.monitor.checks.fields import difference, previous_broadcast
+from stagewatch.monitor.history import History
+from stagewatch.monitor.windows import InputsWindow
+
+
+class InputDivergence:
+    """All ranks of a step must build the same input window for a row."""
+
+    NAME: ClassVar = "input-divergence"
+    COMPARES: ClassVar = "input ids and positions of every row's window, between all ranks"
+    EXCEPTIONS: ClassVar = "none: the global batch is compared, also under prefill context parallelism"
+    REMEDY: ClassVar = (
+        "Stages compute different tokens or positions for the same request: its text is wrong from here on. Restart "
+        "the engine, and look at the row's state on each rank at the first bad step for which part came first."
+    )
+
+    def differs(self, window: InputsWindow) -> NDArray[np.bool_] | None:
+        """Rows that some rank feeds differently."""
+        masks = [window.differing(column) for column in ("ids_digest", "position", "position_shape")]
+        found = [mask for mask in masks if mask is not None]
+        return np.logical_or.reduce(found) if found else None
+
+    def explain(self, window: InputsWindow, row: int, history: History) -> Finding:
+        """Blame by the ids of a decoding row, which the last stage sampled; by majority otherwise."""
+        decoding = not window.blocks[-1].prefilling[row]
+        ids_differ = len(set(window.values("ids_digest", row).tolist())) > 1
+        expected = None
+        if not ids_differ and (broadcast := previous_broadcast(window, row, history)):
+            seen, sent = broadcast
+            positions = set(seen.window.values("position", seen.row).tolist())
+            if len(positions) == 1:
+                expected = int(positions.pop()) + int(seen.reference.scheduled[seen.row]) - sent.num_rejected
+        fields = (
+            ("input_ids", "ids_digest"),
+            ("positions", "position"),
+            ("positions", "position_shape"),
+        )
+        return difference(
+            self.NAME,
+            self.REMEDY,
+            window,
+            row,
+            fields,
+            expected=expected,
+            sampled=decoding and ids_differ,
+            text="ranks feed different inputs",
+        )

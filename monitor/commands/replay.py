@@ -1,0 +1,103 @@
+"""stagewatch replay: the checks over recorded traces and rings."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from stagewatch.monitor.engine import CONSISTENT, DIVERGED
+from stagewatch.monitor.incidents import Report, Severity, report
+from stagewatch.monitor.replay import open_sources, replay
+from stagewatch.monitor.text import Style, incident_text, wrapped
+from stagewatch.monitor.traces import TraceReader
+from stagewatch.monitor.watch import Watch
+
+HELP: Final = "run alignment and checks over recorded traces or rings"
+DESCRIPTION: Final = (
+    "Run the same alignment and checks over recordings as the collector runs live. PATH is a trace "
+    "(NAME.rankN.jsonl), a ring left by an engine (NAME.ring), or a directory of them; give all ranks of a run."
+)
+EPILOG: Final = "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input."
+INDETERMINATE: Final = "INDETERMINATE"
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What ``--json`` prints."""
+
+    steps: int
+    rows: int
+    verdicts: dict[str, int]
+    indeterminate: dict[str, int]
+    """Rows of the INDETERMINATE verdict by reason."""
+    incidents: list[Report]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="a trace, a ring, or a directory of them"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay and report; return the exit status."""
+    sources = open_sources(args.paths)
+    watch = Watch()
+    replay(sources, watch)
+    for source in sources:
+        if isinstance(source, TraceReader) and source.cut_off:
+            print(
+                f"stagewatch: {source.file.path}: the last line is cut off and was left out", file=sys.stderr
+            )
+    incidents = watch.incidents()
+    found = summary(watch)
+    if args.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        _print(found)
+    return int(any(incident.severity >= Severity.WARNING for incident in incidents))
+
+
+def summary(watch: Watch) -> Summary:
+    """The watch's verdicts and incidents, worst first, without anything that differs from run to run."""
+    counts = {CONSISTENT: 0, DIVERGED: 0, INDETERMINATE: 0}
+    reasons: dict[str, int] = {}
+    for state in watch.states():
+        for verdict, rows in state.verdicts.items():
+            if verdict in counts:
+                counts[verdict] += rows
+            else:
+                counts[INDETERMINATE] += rows
+                reasons[verdict] = reasons.get(verdict, 0) + rows
+    incidents = sorted(
+        watch.incidents(), key=lambda i: (-i.severity, i.instance, i.dp, i.first_bad_step, i.id)
+    )
+    return Summary(
+        steps=watch.steps(),
+        rows=sum(counts.values()),
+        verdicts=counts,
+        indeterminate=reasons,
+        incidents=[report(incident) for incident in incidents],
+    )
+
+
+def _print(found: Summary) -> None:
+    style = Style.for_stream(sys.stdout)
+    for each in found.incidents:
+        print(incident_text(each, style), end="\n\n")
+    counts = ", ".join(f"{rows} {verdict}" for verdict, rows in found.verdicts.items())
+    print(wrapped(f"{found.steps} steps, {found.rows} rows: {counts}.", style))
+    if found.indeterminate:
+        why = ", ".join(
+            f"{rows} {reason.replace('_', ' ')}" for reason, rows in sorted(found.indeterminate.items())
+        )
+        print(wrapped(f"Not comparable: {why}.", style))
+    severities = [each.severity for each in found.incidents]
+    told = ", ".join(
+        f"{severities.count(s.word)} {s.word}" for s in reversed(Severity) if s.word in severities
+    )
+    print(wrapped(f"Incidents: {told or 'none'}.", style))

@@ -1,0 +1,222 @@
+"""One group of ranks under watch: its alignment, checks, verdicts and incidents."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewatch.agents.evidence import EventBlock, Evidence
+from stagewatch.agents.identity import Identity, Rank
+from stagewatch.agents.probe import Health
+from stagewatch.agents.record import Kind
+from stagewatch.monitor.alignment import Aligned, Aligner
+from stagewatch.monitor.checks import registry
+from stagewatch.monitor.checks.base import Chunk, ChunkCheck, Finding, RowCheck
+from stagewatch.monitor.correlate import Context, Correlator
+from stagewatch.monitor.history import History
+from stagewatch.monitor.incidents import Incident
+from stagewatch.monitor.states import Change, EngineState, RankState
+from stagewatch.monitor.windows import Group, InputsWindow
+
+REQUEST_IDS_MAX: Final = 200_000
+"""Request ids remembered per group; an id is needed as long as its request runs."""
+
+Rows = NDArray[np.bool_]
+
+CONSISTENT: Final = "CONSISTENT"
+DIVERGED: Final = "DIVERGED"
+
+
+class Engine:
+    """One data-parallel replica of one life of an engine. Deterministic in the evidence it is given."""
+
+    def __init__(self, group: Group) -> None:
+        self.group: Final = group
+        self.steps = 0
+        """Steps that have a verdict."""
+        self.verdicts: Counter[str] = Counter()
+        """Rows by verdict; INDETERMINATE ones by reason, in lower case."""
+        self._aligner = Aligner(group)
+        self._chunk_checks: list[ChunkCheck] = [check() for check in registry.CHUNK_CHECKS]
+        self._row_checks: list[RowCheck] = [check() for check in registry.ROW_CHECKS]
+        self._history = History()
+        self._correlator = Correlator(group)
+        self._request_ids: OrderedDict[int, str] = OrderedDict()
+        self._ranks: dict[int, RankState] = {}
+
+    def hello(self, identity: Identity, now_ns: int) -> None:
+        """A rank's stream begins, or begins again."""
+        index = self.group.ranks.index(identity.rank)
+        known = self._ranks.get(index)
+        if known is None:
+            self._ranks[index] = RankState(identity, True, "", 0, now_ns, -1.0, 0)
+        else:
+            self._ranks[index] = replace(known, identity=identity, last_heard_ns=now_ns)
+
+    def take(self, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int) -> list[Change]:
+        """Take one batch of evidence and judge what it completes."""
+        index = self.group.ranks.index(rank)
+        state = self._ranks[index]
+        if evidence.events is not None:
+            state = self._events(state, evidence.events)
+        newest = (
+            int(evidence.inputs.step[-1]) if evidence.inputs is not None and len(evidence.inputs.step) else 0
+        )
+        self._ranks[index] = replace(
+            state,
+            last_step=max(state.last_step, newest),
+            last_heard_ns=now_ns,
+            margin_s=margin_s,
+            lost_records=state.lost_records + evidence.lost,
+        )
+        self._aligner.lanes[index].push(evidence, self._aligner.judged)
+        return self._judge(self._aligner.advance(), now_ns)
+
+    def finish(self, now_ns: int) -> list[Change]:
+        """The evidence has ended: judge the rest."""
+        return self._judge(self._aligner.advance(final=True), now_ns)
+
+    def give_up(self, absent: frozenset[int], now_ns: int) -> list[Change]:
+        """Stop waiting for some ranks: what the others have recorded becomes INDETERMINATE."""
+        return self._judge(self._aligner.advance(absent=absent), now_ns)
+
+    def silent(self, now_ns: int, after_ns: int) -> frozenset[int]:
+        """Indices of ranks not heard of for ``after_ns``, while another one was."""
+        heard = {index: state.last_heard_ns for index, state in self._ranks.items()}
+        if not heard or max(heard.values()) < now_ns - after_ns:
+            return frozenset()
+        first = min(heard.values())
+        return frozenset(
+            index for index in range(len(self.group.ranks)) if heard.get(index, first) < now_ns - after_ns
+        )
+
+    def incidents(self) -> list[Incident]:
+        """Every incident, oldest first."""
+        return self._correlator.current()
+
+    def state(self) -> EngineState:
+        """What is known of the group."""
+        ranks = self.group.ranks
+        return EngineState(
+            deployment=self.group.deployment,
+            instance=self.group.instance,
+            dp=self.group.dp,
+            ranks=tuple(self._ranks[index] for index in sorted(self._ranks)),
+            missing=tuple(rank for index, rank in enumerate(ranks) if index not in self._ranks),
+            compared_to=self._aligner.judged,
+            verdicts=dict(self.verdicts),
+            worst=max((incident.severity for incident in self.incidents()), default=None),
+            wedged="",
+        )
+
+    def _events(self, state: RankState, events: EventBlock) -> RankState:
+        for i in np.flatnonzero(events.kind == Kind.BIND):
+            key = int(events.request[i])
+            self._request_ids[key] = events.text[i]
+            self._request_ids.move_to_end(key)
+            if len(self._request_ids) > REQUEST_IDS_MAX:
+                self._request_ids.popitem(last=False)
+        beats = np.flatnonzero(events.kind == Kind.HEARTBEAT)
+        if len(beats):
+            try:
+                health = msgspec.json.decode(events.text[beats[-1]], type=Health)
+            except msgspec.MsgspecError:
+                return replace(state, reason="its heartbeat cannot be read")
+            state = replace(state, armed=health.armed, reason=health.reason)
+        return state
+
+    def _judge(self, aligned: Aligned | None, now_ns: int) -> list[Change]:
+        if aligned is None:
+            return []
+        chunk = aligned.chunk
+        self.verdicts.update(aligned.indeterminate)
+        self.steps += len(chunk.unaligned) + (0 if chunk.inputs is None else len(chunk.inputs.steps))
+        self._history.remember(chunk.inputs, chunk.sent)
+        diverged = self._compare_rows(chunk.inputs)
+        findings = [*self._explain(chunk.inputs, diverged), *self._examine(chunk)]
+        findings.sort(key=lambda f: (f.step, f.phase, registry.ORDER[f.check], f.row))
+        changes: OrderedDict[str, Change] = OrderedDict()
+        for finding in findings:
+            context = Context(
+                self._name(finding.request),
+                self._last_good_step(finding),
+                max(lane.newest for lane in self._aligner.lanes),
+                now_ns,
+            )
+            changed = self._correlator.add(finding, context)
+            if changed is None:
+                continue
+            kind, incident = changed
+            before = changes.get(incident.id)
+            changes[incident.id] = Change(before.kind if before and kind == "updated" else kind, incident)
+        self._touch(chunk.inputs, diverged)
+        return list(changes.values())
+
+    def _examine(self, chunk: Chunk) -> Iterator[Finding]:
+        for check in self._chunk_checks:
+            yield from check.examine(chunk, self.group, self._history)
+
+    def _compare_rows(self, window: InputsWindow | None) -> list[tuple[RowCheck, Rows]]:
+        """Count verdicts; return each check that objects with the rows it objects to."""
+        if window is None:
+            return []
+        objections = [
+            (check, rows) for check in self._row_checks if (rows := check.differs(window)) is not None
+        ]
+        diverged = int(_any_of(objections).sum()) if objections else 0
+        self.verdicts[DIVERGED] += diverged
+        self.verdicts[CONSISTENT] += len(window.blocks[0].request) - diverged
+        return objections
+
+    def _explain(
+        self, window: InputsWindow | None, objections: list[tuple[RowCheck, Rows]]
+    ) -> Iterator[Finding]:
+        """Findings on the first diverged row of every request that is not critical already."""
+        if window is None or not objections:
+            return
+        explained: set[tuple[int, int]] = set()
+        for key, step, row in _diverged(window, objections):
+            if key in explained or self._correlator.is_critical(*key, step):
+                continue
+            explained.add(key)
+            for check, rows in objections:
+                if rows[row]:
+                    yield check.explain(window, row, self._history)
+
+    def _touch(self, window: InputsWindow | None, objections: list[tuple[RowCheck, Rows]]) -> None:
+        if window is None or not objections:
+            return
+        newest = {key: step for key, step, _ in _diverged(window, objections)}
+        for key, step in newest.items():
+            if self._correlator.is_critical(*key, step):
+                self._correlator.touch(*key, step)
+
+    def _name(self, request: int) -> str:
+        if not request:
+            return ""
+        return self._request_ids.get(request, f"request {request:016x}")
+
+    def _last_good_step(self, finding: Finding) -> int:
+        if not finding.request:
+            return 0
+        seen = self._history.previous(finding.request, finding.generation, finding.step)
+        return seen.step if seen is not None else 0
+
+
+def _any_of(objections: list[tuple[RowCheck, Rows]]) -> Rows:
+    found: Rows = np.logical_or.reduce([rows for _, rows in objections])
+    return found
+
+
+def _diverged(
+    window: InputsWindow, objections: list[tuple[RowCheck, Rows]]
+) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """((request, generation), step, row) of every diverged row, in the order of steps."""
+    block = window.blocks[-1]
+    rows = np.flatnonzero(_any_of(objections))
+    keys = zip(block.request[rows].tolist(), block.generation[rows].tolist(), strict=True)
+    return zip(keys, window.row_steps[rows].tolist(), rows.tolist(), strict=True)

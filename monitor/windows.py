@@ -1,0 +1,106 @@
+"""Windows: the same steps as several ranks recorded them, side by side.
+
+A window is what checks look at. Its blocks have equal ``step`` and ``rows`` columns, one block per rank in
+rank order, so a row's index is the same in all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewatch.agents.evidence import I64, InputsBlock, MaskBlock, PayloadBlock
+from stagewatch.agents.identity import Rank, Sizes
+
+B = TypeVar("B", InputsBlock, MaskBlock, PayloadBlock)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that execute the same batches: all stages and TP ranks of one data-parallel replica."""
+
+    deployment: str
+    instance: str
+    dp: int
+    sizes: Sizes
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Every rank of the group, first stage first."""
+        return tuple(Rank(self.dp, pp, tp) for pp in range(self.sizes.pp) for tp in range(self.sizes.tp))
+
+    def number(self, index: int) -> int:
+        """The engine-wide number of the rank at ``index`` of `ranks`."""
+        return self.dp * self.sizes.pp * self.sizes.tp + index
+
+    def numbers(self, indices: Sequence[int] | NDArray[np.integer]) -> tuple[int, ...]:
+        """Engine-wide numbers of several ranks."""
+        return tuple(self.number(int(index)) for index in indices)
+
+    @property
+    def last_stage(self) -> range:
+        """Indices of the last stage's ranks: those that sample."""
+        count = self.sizes.pp * self.sizes.tp
+        return range(count - self.sizes.tp, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Generic[B]):
+    """Blocks of one kind over the same steps; ``indices[i]`` is the rank index of ``blocks[i]``."""
+
+    group: Group
+    indices: tuple[int, ...]
+    blocks: tuple[B, ...]
+
+    @property
+    def steps(self) -> I64:
+        """Ordinals, ascending: int64 [steps]."""
+        return self.blocks[0].step
+
+    @property
+    def row_steps(self) -> I64:
+        """The ordinal of each row's step: int64 [rows]."""
+        return np.repeat(self.blocks[0].step, self.blocks[0].rows)
+
+    def differing(self, column: str) -> NDArray[np.bool_] | None:
+        """Rows in which some rank's value differs from another's: bool [rows], or None where all agree."""
+        reference = getattr(self.blocks[0], column)
+        found: NDArray[np.bool_] | None = None
+        for block in self.blocks[1:]:
+            other = getattr(block, column)
+            unequal = reference != other
+            if unequal.any():
+                found = unequal if found is None else found | unequal
+        return found
+
+    def values(self, column: str, row: int) -> NDArray[Any]:
+        """One row's values, rank by rank: [ranks]."""
+        return np.array([getattr(block, column)[row] for block in self.blocks])
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(index of the step, index of the row within it) of a row of the window."""
+        ends = np.cumsum(self.blocks[0].rows)
+        at = int(np.searchsorted(ends, row, side="right"))
+        return at, row - int(ends[at] - self.blocks[0].rows[at])
+
+
+InputsWindow = Window[InputsBlock]
+MaskWindow = Window[MaskBlock]
+PayloadWindow = Window[PayloadBlock]
+
+
+def raw_tokens(block: InputsBlock, row: int, column: str) -> str | None:
+    """Raw tokens of one row for display: ``ids``, ``last`` or ``drafts``; None where they stayed on the node."""
+    if not len(block.raw_last):
+        return None
+    if column == "last":
+        return str(int(block.raw_last[row]))
+    if column == "ids":
+        end = int(block.scheduled[: row + 1].sum())
+        return str(block.raw_ids[end - int(block.scheduled[row]) : end].tolist())
+    widths = np.repeat(block.drafts, block.rows)
+    start = int(widths[:row].sum())
+    used = min(int(block.draft_count[row]), int(widths[row]))
+    return str(cast("list[int]", block.raw_drafts[start : start + used].tolist()))
