@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast, get_type_hints
 import msgspec
 import numpy as np
 import pyarrow as pa
+
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import (
     PER_STEP_LISTS,
@@ -73,6 +74,11 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
     reason: str
     retry_s: float
+    instance: str = ""
+    """With ``rank``, whose frame it was; empty where the frame could not be read that far."""
+    rank: Rank | None = None
+    next_seq: int = -1
+    """Of a batch refused for good, one past its last record: go on from there and count it as lost."""
 
 
 Upward = Hello | Batch

@@ -1,0 +1,100 @@
+"""Secrets a command is given: the bearer token and the digest key. They never appear in an error's text."""
+
+import os
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from stagewatch.agents.digest import KEY_SIZE
+from stagewatch.agents.errors import SettingsError
+from stagewatch.agents.identity import Fingerprint
+
+KEY_FILE_NAME: Final = "digest.key"
+_TOKEN_LENGTH_MIN: Final = 16
+_TOKEN_LENGTH_MAX: Final = 512
+_FILE_SIZE_MAX: Final = 4096
+
+
+def read_token_file(path: Path) -> str:
+    """The bearer token in ``path``. Raises SettingsError."""
+    return token_from_text(_read(path, "token file"), f"token file {path}")
+
+
+def token_from_text(text: str, source: str) -> str:
+    """``text`` without surrounding white space, if it can be a token; ``source`` says where it is from."""
+    token = text.strip()
+    if not token:
+        raise SettingsError(
+            f"{source} is empty: put a token there, of at least {_TOKEN_LENGTH_MIN} characters"
+        )
+    if not _TOKEN_LENGTH_MIN <= len(token) <= _TOKEN_LENGTH_MAX:
+        raise SettingsError(
+            f"{source} holds {len(token)} characters: a token has {_TOKEN_LENGTH_MIN} to {_TOKEN_LENGTH_MAX}"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise SettingsError(f"{source} holds more than one word of printable ASCII, which no token is")
+    return token
+
+
+def read_key_file(path: Path) -> bytes:
+    """The digest key in ``path``, as hex digits. Raises SettingsError."""
+    return key_from_text(_read(path, "key file"), f"key file {path}")
+
+
+def key_from_text(text: str, source: str) -> bytes:
+    """The digest key that ``text`` spells in hex digits. Raises SettingsError."""
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_SIZE:
+        raise SettingsError(
+            f"{source} does not hold {2 * KEY_SIZE} hex digits: make one with `openssl rand -hex 16`"
+        )
+    return key
+
+
+def key_of_directory(directory: Path) -> bytes:
+    """The digest key that the sidecars of one node share by default: made on first use, mode 0600.
+
+    Raises SettingsError where it can be neither read nor made.
+    """
+    path = directory / KEY_FILE_NAME
+    # Made under another name and linked, so that nobody ever reads half a key.
+    made = directory / f".{KEY_FILE_NAME}.{os.getpid()}.{secrets.token_hex(4)}"
+    if not path.exists():
+        try:
+            fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                file.write(secrets.token_hex(KEY_SIZE) + "\n")
+            os.link(made, path)
+        except FileExistsError:
+            pass  # another sidecar was first, and its key is as good
+        except OSError as error:
+            raise SettingsError(
+                f"digest key {path} cannot be made: {error.strerror}: give one by --key-file"
+            ) from None
+        finally:
+            made.unlink(missing_ok=True)
+    return read_key_file(path)
+
+
+def key_fingerprint(key: bytes) -> Fingerprint:
+    """What ranks show of their key, so that ranks with different keys are never compared."""
+    value = blake2b(b"stagewatch digest key", key=key, digest_size=8).hexdigest()
+    return Fingerprint("digest_key", value)
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_FILE_SIZE_MAX + 1)
+    except OSError as error:
+        raise SettingsError(f"{what} {path} cannot be read: {error.strerror}") from None
+    if len(content) > _FILE_SIZE_MAX:
+        raise SettingsError(f"{what} {path} is longer than {_FILE_SIZE_MAX} bytes: that is something else")
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError:
+        raise SettingsError(f"{what} {path} is not ASCII text") from None

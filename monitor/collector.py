@@ -1,0 +1,244 @@
+"""The collector: door, journal, watch, store and outputs, joined.
+
+Frames become durable on the journal's thread, incidents on a worker thread; everything else, the watch
+above all, runs on the event loop. At start the journal is replayed through the watch with the times of
+arrival it recorded, so the watch stands where it stood; until that is done nobody is let in.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from stagewatch.agents.errors import FrameError, SettingsError
+from stagewatch.agents.evidence import Evidence
+from stagewatch.agents.identity import Identity, Rank
+from stagewatch.monitor.auth import Authenticator
+from stagewatch.monitor.events import Hub
+from stagewatch.monitor.incidents import Incident
+from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
+from stagewatch.monitor.journal import Journal
+from stagewatch.monitor.metrics import Metrics, Snapshot
+from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.states import Change, EngineState
+from stagewatch.monitor.store import Store, StoreError
+
+log = logging.getLogger("stagewatch.collector")
+
+TICK_S: Final = 1.0
+START_GRACE_S: Final = 15.0
+"""After a start, sidecars have so long to come back before silence counts against their ranks."""
+STORE_RETRY_S: Final = 1.0
+
+
+class Judge(Protocol):
+    """The part of `stagewatch.monitor.watch.Watch` that the collector needs."""
+
+    def hello(self, identity: Identity, now_ns: int = 0) -> None: ...  # noqa: D102
+    def take(  # noqa: D102
+        self, instance: str, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int
+    ) -> list[Change]: ...
+    def tick(self, now_ns: int) -> list[Change]: ...  # noqa: D102
+    def states(self) -> list[EngineState]: ...  # noqa: D102
+
+
+class Collector:
+    """One collector over one data directory. Raises StagewatchError where that cannot be used."""
+
+    def __init__(self, settings: CollectorSettings, watch: Judge) -> None:
+        self.settings: Final = settings
+        self.authenticator: Final = Authenticator(settings.token)
+        self._lock_fd = lock_directory(settings.data_dir)
+        self.store: Final = Store(settings.data_dir / "incidents.sqlite3")
+        self.hub: Final = Hub()
+        self.sessions: Final[set[Session]] = set()
+        self._watch = watch
+        self.intake: Final = Intake(
+            settings.limits,
+            streams_max=settings.ranks_max,
+            queue_bytes=settings.queue_bytes,
+            durable=self._judge,
+        )
+        self.metrics: Final = Metrics(self.snapshot)
+        self._journal: Journal[Taken] = Journal(
+            settings.data_dir / "journal",
+            durable=self.intake.journalled,
+            carried=self.intake.carried,
+            segment_bytes=settings.segment_bytes,
+            keep_bytes=settings.keep_bytes,
+            on_sync=self.metrics.journal_synced,
+        )
+        self._unstored: dict[str, Incident] = {}
+        self._unstored_wake = asyncio.Event()
+        self._states: list[EngineState] = []
+        self._store_failure = ""
+        self._ready = False
+        self._progress = "starting"
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def not_ready(self) -> str:
+        """Empty, or why nothing can be taken at present."""
+        if not self._ready:
+            return self._progress
+        return self._journal.health.failure or self._store_failure
+
+    @property
+    def admits(self) -> bool:
+        """Whether sidecars may connect: the journal has been read back."""
+        return self._ready
+
+    def engines(self) -> list[EngineState]:
+        """Every engine, now. On the event loop only."""
+        self._states = self._watch.states() if self._ready else []
+        return self._states
+
+    def snapshot(self) -> Snapshot:
+        """What metrics show; any thread."""
+        return Snapshot(
+            self._states, self._journal.health, len(self.sessions), self.intake.duplicates, self.hub.readers
+        )
+
+    def take(self, message: bytes, session: Session) -> None:
+        """Take one frame of a session. Raises FrameRefused."""
+        evidence = self.intake.take(message, session)
+        self.metrics.count("stagewatch.ingest.frames")
+        self.metrics.count("stagewatch.ingest.size", len(message))
+        if evidence is not None and evidence.inputs is not None:
+            self.metrics.count("stagewatch.ingest.rows", len(evidence.inputs.slot))
+
+    async def start(self) -> None:
+        """Begin: replay the journal in the background, then take frames."""
+        self._tasks.append(asyncio.create_task(self._run(), name="collector"))
+
+    async def stop(self) -> None:
+        """End in order: what was taken is made durable, what was found is stored."""
+        self.hub.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._journal.close)
+        await asyncio.sleep(0)  # let what the journal settled last be judged
+        await self._store_once()
+        self.store.close()
+        self.metrics.close()
+        os.close(self._lock_fd)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._recover)
+        self._journal.start()
+        self.intake.open(self._journal, loop)
+        self._ready = True
+        self._note_changes([])
+        await asyncio.gather(self._tick_forever(), self._store_forever())
+
+    def _recover(self) -> None:
+        began, frames, unreadable = time.monotonic(), 0, 0
+        second = 0
+        for entry in self._journal.recover():
+            try:
+                taken = self.intake.restore(entry)
+            except FrameError as error:
+                unreadable += 1
+                self.metrics.count("stagewatch.drops", place="journal", reason="unreadable")
+                if unreadable == 1:
+                    log.warning("%s", error)
+                continue
+            if taken is None:
+                continue
+            if entry.t_ns // 10**9 > second:
+                second = entry.t_ns // 10**9
+                self._note_changes(self._guarded("watch", lambda: self._watch.tick(second * 10**9)))
+            self._note_changes(self._judge_one(taken))
+            frames += 1
+            self._progress = f"reading the journal back: {frames} frames so far"
+        damaged = self._journal.damaged_bytes
+        if damaged:
+            log.warning("journal: %d bytes were torn or damaged and are left out", damaged)
+        if frames:
+            log.info("journal: %d frames read back in %.1f s", frames, time.monotonic() - began)
+
+    def _judge(self, group: Sequence[Taken]) -> None:
+        for taken in group:
+            self._note_changes(self._judge_one(taken))
+
+    def _judge_one(self, taken: Taken) -> list[Change]:
+        identity = taken.stream.identity
+        if not isinstance(taken, BatchTaken):
+            self._guarded("watch", lambda: self._watch.hello(identity, taken.t_ns) or [])
+            return []
+        return self._guarded(
+            "watch",
+            lambda: self._watch.take(
+                identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns
+            ),
+        )
+
+    def _guarded(self, place: str, call: Callable[[], list[Change]]) -> list[Change]:
+        try:
+            return call()
+        except Exception:  # a fault of one engine's evidence must not blind us to the others
+            log.exception("%s failed: please report this", place)
+            self.metrics.count("stagewatch.internal.errors", place=place)
+            return []
+
+    def _note_changes(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self._unstored[change.incident.id] = change.incident
+        if self._ready and self._unstored:
+            self._unstored_wake.set()
+
+    async def _tick_forever(self) -> None:
+        await asyncio.sleep(START_GRACE_S)
+        while True:
+            self._note_changes(self._guarded("watch", lambda: self._watch.tick(time.time_ns())))
+            await asyncio.sleep(TICK_S)
+
+    async def _store_forever(self) -> None:
+        while True:
+            await self._unstored_wake.wait()
+            self._unstored_wake.clear()
+            if not await self._store_once():
+                await asyncio.sleep(STORE_RETRY_S)
+                self._unstored_wake.set()
+
+    async def _store_once(self) -> bool:
+        pending, self._unstored = self._unstored, {}
+        if not pending:
+            return True
+        try:
+            events = await asyncio.to_thread(self.store.apply, pending.values())
+        except StoreError as error:
+            self._unstored = {**pending, **self._unstored}
+            if not self._store_failure:
+                log.warning("%s", error)
+            self._store_failure = str(error)
+            return False
+        self._store_failure = ""
+        self.hub.publish(events)
+        for event in events:
+            if event.kind != "updated":
+                self.metrics.incident(event.incident)
+        return True
+
+
+def lock_directory(directory: Path) -> int:
+    """Make ``directory`` and lock it for this process; return the lock's descriptor. Raises SettingsError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise SettingsError(f"data directory {directory} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise SettingsError(
+            f"data directory {directory} is used by another collector: stop it, or choose another --data-dir"
+        ) from None
+    return fd

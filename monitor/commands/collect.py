@@ -1,0 +1,175 @@
+"""`stagewatch collect`: run the collector."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+from stagewatch.agents.credentials import read_token_file, token_from_text
+from stagewatch.agents.errors import SettingsError
+from stagewatch.agents.options import TOKEN, bounded
+from stagewatch.monitor.app import create_app
+from stagewatch.monitor.auth import make_token
+from stagewatch.monitor.collector import Collector
+from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.watch import Watch
+
+HELP = "take evidence from sidecars, compare the ranks, keep and serve the incidents"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond localhost only with a token")
+    parser.add_argument(
+        "--port", type=bounded(0, 65535, int), default=8765, help="port to listen on; 0 for any that is free"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("stagewatch-data"), help="directory of the journal and the incidents"
+    )
+    parser.add_argument("--token-file", type=Path, help="file that holds the bearer token; read again when it changes")
+    parser.add_argument(
+        "--segment-bytes",
+        type=bounded(1 << 16, 1 << 34, int),
+        default=128 << 20,
+        help="size at which the journal begins a new segment",
+    )
+    parser.add_argument(
+        "--keep-bytes",
+        type=bounded(1 << 17, 1 << 50, int),
+        default=8 << 30,
+        help="bytes of journal to keep; the oldest segments beyond are removed",
+    )
+    parser.add_argument(
+        "--queue-bytes",
+        type=bounded(1 << 16, 1 << 36, int),
+        default=256 << 20,
+        help="bytes of frames that may wait for the disk before sidecars are made to wait",
+    )
+    parser.add_argument(
+        "--ranks-max", type=bounded(1, 1 << 20, int), default=4096, help="ranks that may stream at the same time"
+    )
+    parser.add_argument(
+        "--open-metrics", action="store_true", help="let anybody who reaches the port read /metrics, without the token"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="stagewatch: %(message)s", stream=sys.stderr)
+    token, said = _token(args)
+    settings = CollectorSettings(
+        host=args.host,
+        port=args.port,
+        data_dir=args.data_dir,
+        token=token,
+        segment_bytes=args.segment_bytes,
+        keep_bytes=args.keep_bytes,
+        queue_bytes=args.queue_bytes,
+        ranks_max=args.ranks_max,
+        open_metrics=args.open_metrics,
+    )
+    collector = Collector(settings, Watch())
+    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+        if said:
+            logging.getLogger("stagewatch").info("%s", said)
+        return asyncio.run(_serve(collector, listener))
+
+
+def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
+    """The token or its file, and what to tell the operator about it."""
+    given = os.environ.get(TOKEN)
+    if args.token_file is not None:
+        read_token_file(args.token_file)
+        return args.token_file, ""
+    if given:
+        return token_from_text(given, TOKEN), ""
+    if not is_local(args.host):
+        raise SettingsError(
+            f"--host {args.host} can be reached by others: give a token by --token-file or {TOKEN}, or listen on 127.0.0.1"
+        )
+    path: Path = args.data_dir / "token"
+    try:
+        args.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_token(path)
+    except OSError as error:
+        raise SettingsError(f"token {path} cannot be made: {error.strerror}") from None
+    read_token_file(path)
+    return path, f"no token given: using the one in {path}; sidecars need it too (--token-file {path})"
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a listener on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises SettingsError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SettingsError(f"--host {host} is no address to listen on: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {host} port {port}: {error.strerror}: choose another --port, or stop what uses it"
+        ) from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers, which end the process by the signal instead of with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(collector: Collector, listener: socket.socket) -> int:
+    server = _Server(
+        uvicorn.Config(
+            create_app(collector),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            ws="websockets-sansio",
+            ws_max_size=collector.settings.limits.frame_bytes,
+            # Evidence is digests, which do not compress; and nothing can be inflated against us.
+            ws_per_message_deflate=False,
+            server_header=False,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=None,
+        )
+    )
+
+    def end() -> None:
+        collector.hub.close()
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"stagewatch: listening on http://{shown}:{port}", flush=True)
+    await server.serve(sockets=[listener])
+    return 0

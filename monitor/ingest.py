@@ -1,0 +1,356 @@
+"""The collector's door: frames in, in order and once; acknowledgements out, when the journal has them.
+
+A stream is one rank of one life of one engine. Its records are numbered without gaps, and each batch says
+how many before it were lost, so a batch either continues its stream, or repeats what is known, or is wrong.
+Two positions matter: `offered_seq`, up to which batches were taken, and `durable_seq`, up to which they are
+safe. A sidecar is welcomed at the second and may repeat what lies between; only the first decides what is
+new. Everything here runs on the event loop, but for `Intake.journalled` and `Intake.carried`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import msgspec
+
+from stagewatch.agents import wire
+from stagewatch.agents.errors import FrameError
+from stagewatch.agents.evidence import Evidence
+from stagewatch.agents.identity import Identity, Rank, Sizes
+from stagewatch.agents.wire import Ack, Batch, Downward, Hello, Limits, Refusal, Welcome
+from stagewatch.monitor.journal import Carried, Entry, EntryKind, Journal
+
+StreamKey = tuple[str, Rank]
+
+IDLE_FORGET_NS: Final = 3600 * 10**9
+"""A stream unheard of for so long makes room for a new one, if there are too many."""
+BAD_FRAMES_MAX: Final = 3
+"""Refused frames after which a connection is closed."""
+
+
+class FrameRefused(FrameError):
+    """A frame that is not taken; ``code`` is the reason as a label, one of `REFUSAL_CODES`."""
+
+    def __init__(self, code: str, message: str, answer: Refusal) -> None:
+        super().__init__(message)
+        self.code: Final = code
+        self.answer: Final = answer
+
+
+REFUSAL_CODES: Final = (
+    "malformed",
+    "protocol",
+    "identity",
+    "no_hello",
+    "out_of_order",
+    "evidence",
+    "too_many",
+)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One rank of one life of one engine."""
+
+    identity: Identity
+    offered_seq: int
+    durable_seq: int
+    heard_ns: int
+    sessions: "set[Session]" = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class HelloTaken:
+    """A hello on its way through the journal."""
+
+    stream: Stream
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTaken:
+    """A batch on its way through the journal."""
+
+    stream: Stream
+    t_ns: int
+    margin_s: float
+    next_seq: int
+    evidence: Evidence
+
+
+Taken = HelloTaken | BatchTaken
+
+
+class Session:
+    """One connection of a sidecar: what is still to be said to it."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        """Frames refused on this connection."""
+        self._acks: dict[StreamKey, int] = {}
+        self._answers: list[Downward] = []
+        self._wake = asyncio.Event()
+
+    def ack(self, key: StreamKey, next_seq: int) -> None:
+        """Acknowledge a stream; a newer acknowledgement replaces one not yet sent."""
+        self._acks[key] = next_seq
+        self._wake.set()
+
+    def answer(self, frame: Downward) -> None:
+        """Send a frame. As many as hellos and refusals came, and those are limited."""
+        self._answers.append(frame)
+        self._wake.set()
+
+    async def outgoing(self) -> list[bytes]:
+        """What to send next; waits until there is something."""
+        await self._wake.wait()
+        return self.pending()
+
+    def pending(self) -> list[bytes]:
+        """What to send now."""
+        self._wake.clear()
+        frames: list[Downward] = self._answers
+        frames += [Ack(instance, rank, seq) for (instance, rank), seq in self._acks.items()]
+        self._answers, self._acks = [], {}
+        return [wire.encode_frame(frame) for frame in frames]
+
+
+class Intake:
+    """All streams, and the way of their frames into the journal and, once safe, to ``durable``."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        streams_max: int,
+        queue_bytes: int,
+        durable: Callable[[Sequence[Taken]], None],
+    ) -> None:
+        self.streams: Final[dict[StreamKey, Stream]] = {}
+        self.duplicates = 0
+        """Batches that were known already."""
+        self._limits = limits
+        self._streams_max = streams_max
+        self._queue_bytes = queue_bytes
+        self._durable = durable
+        self._room = asyncio.Event()
+        self._room.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._journal: Journal[Taken] | None = None
+        self._carried: dict[StreamKey, Carried] = {}
+        self._engines: dict[str, tuple[str, Sizes]] = {}
+
+    def open(self, journal: Journal[Taken], loop: asyncio.AbstractEventLoop) -> None:
+        """Take frames from now on."""
+        self._journal, self._loop = journal, loop
+
+    async def room(self) -> None:
+        """Wait until the journal's queue has room: the back-pressure on sidecars."""
+        await self._room.wait()
+
+    def take(self, message: bytes, session: Session) -> Evidence | None:
+        """Take one frame of a session; return its evidence if it had any and is new. Raises FrameRefused."""
+        try:
+            frame = wire.decode_upward(message, self._limits)
+        except FrameError as error:
+            raise FrameRefused("malformed", str(error), Refusal(str(error), -1.0)) from None
+        if isinstance(frame, Hello):
+            self._hello(frame, message, session)
+            return None
+        return self._batch(frame, message, session)
+
+    def leave(self, session: Session) -> None:
+        """A session is over."""
+        for stream in self.streams.values():
+            stream.sessions.discard(session)
+
+    def journalled(self, group: Sequence[Taken]) -> None:
+        """A group is safe. Called on the journal's thread."""
+        for taken in group:
+            identity = taken.stream.identity
+            key = (identity.instance, identity.rank)
+            if isinstance(taken, BatchTaken):
+                self._carried[key] = Carried(identity, taken.next_seq)
+            elif key not in self._carried:
+                self._carried[key] = Carried(identity, 0)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._settle, group)
+
+    def carried(self) -> list[Carried]:
+        """Every stream with its durable position. Called on the journal's thread, or before it runs."""
+        return list(self._carried.values())
+
+    def restore(self, entry: Entry) -> Taken | None:
+        """Take an entry of the journal at start; None for one that is known or unreadable.
+
+        Raises FrameError for an entry that this build cannot read.
+        """
+        if entry.kind is EntryKind.CARRIED:
+            carried = _decode_carried(entry.payload)
+            return self._restore_hello(carried.identity, carried.next_seq, entry.t_ns)
+        frame = wire.decode_upward(entry.payload, self._limits)
+        if isinstance(frame, Hello):
+            return self._restore_hello(frame.identity, 0, entry.t_ns)
+        stream = self.streams.get((frame.instance, frame.rank))
+        if stream is None:
+            raise FrameError(f"journal: a batch of {frame.instance[:40]!r}, which never said hello")
+        if frame.next_seq <= stream.durable_seq:
+            return None
+        evidence = wire.evidence_of(frame, self._limits)
+        missing = frame.first_seq - stream.durable_seq
+        if missing != evidence.lost:  # a damaged segment lies between
+            evidence = replace(evidence, lost=max(missing, 0))
+        self._advance(stream, frame.next_seq, entry.t_ns)
+        return BatchTaken(stream, entry.t_ns, frame.margin_s, frame.next_seq, evidence)
+
+    def _restore_hello(self, identity: Identity, next_seq: int, t_ns: int) -> Taken:
+        key = (identity.instance, identity.rank)
+        self._engines.setdefault(identity.instance, (identity.deployment, identity.sizes))
+        stream = self.streams.setdefault(key, Stream(identity, 0, 0, t_ns))
+        stream.identity = identity
+        self._advance(stream, max(next_seq, stream.durable_seq), t_ns)
+        return HelloTaken(stream, t_ns)
+
+    def _advance(self, stream: Stream, next_seq: int, t_ns: int) -> None:
+        stream.offered_seq = stream.durable_seq = next_seq
+        stream.heard_ns = t_ns
+        self._carried[stream.identity.instance, stream.identity.rank] = Carried(stream.identity, next_seq)
+
+    def _hello(self, hello: Hello, message: bytes, session: Session) -> None:
+        identity = hello.identity
+        refuse = _refuser(identity.instance, identity.rank)
+        if hello.protocol != wire.PROTOCOL:
+            side = "the collector" if hello.protocol > wire.PROTOCOL else "the sidecar"
+            raise refuse(
+                "protocol",
+                f"protocol {hello.protocol}, this collector speaks {wire.PROTOCOL}: upgrade {side}",
+            )
+        fault = fault_of(identity)
+        if fault:
+            raise refuse("identity", f"identity: {fault}")
+        key = (identity.instance, identity.rank)
+        now = time.time_ns()
+        known = self._engines.setdefault(identity.instance, (identity.deployment, identity.sizes))
+        if known != (identity.deployment, identity.sizes):
+            raise refuse("identity", "identity: deployment or sizes differ from what another rank of it said")
+        stream = self.streams.get(key)
+        if stream is None:
+            if len(self.streams) >= self._streams_max and not self._forget_idle(now):
+                raise refuse(
+                    "too_many",
+                    f"{self._streams_max} ranks stream already: raise --ranks-max",
+                    retry_s=60.0,
+                )
+            stream = self.streams[key] = Stream(identity, 0, 0, now)
+            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, now))
+        elif stream.identity != identity:
+            stream.identity = identity
+            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, now))
+        stream.heard_ns = now
+        stream.sessions.add(session)
+        session.answer(Welcome(identity.instance, identity.rank, stream.durable_seq))
+
+    def _batch(self, batch: Batch, message: bytes, session: Session) -> Evidence | None:
+        key = (batch.instance, batch.rank)
+        refuse = _refuser(*key)
+        stream = self.streams.get(key)
+        if stream is None or session not in stream.sessions:
+            raise refuse("no_hello", "a batch of a rank that said no hello on this connection")
+        if batch.next_seq <= stream.offered_seq:
+            self.duplicates += 1
+            session.ack(key, stream.durable_seq)
+            return None
+        if batch.first_seq - batch.lost != stream.offered_seq:
+            raise refuse(
+                "out_of_order",
+                f"batch begins at {batch.first_seq - batch.lost}, expected {stream.offered_seq}",
+                retry_s=0.0,
+            )
+        try:
+            evidence = wire.evidence_of(batch, self._limits)
+        except FrameError as error:
+            raise refuse("evidence", str(error), next_seq=batch.next_seq) from None
+        now = time.time_ns()
+        stream.heard_ns = now
+        stream.offered_seq = batch.next_seq
+        self._offer(
+            EntryKind.BATCH,
+            now,
+            message,
+            BatchTaken(stream, now, batch.margin_s, batch.next_seq, evidence),
+        )
+        return evidence
+
+    def _offer(self, kind: EntryKind, now_ns: int, message: bytes, taken: Taken) -> None:
+        assert self._journal is not None
+        self._journal.offer(Entry(kind, now_ns, message), taken)
+        if self._journal.bytes_waiting > self._queue_bytes:
+            self._room.clear()
+
+    def _settle(self, group: Sequence[Taken]) -> None:
+        assert self._journal is not None
+        for taken in group:
+            if isinstance(taken, BatchTaken):
+                stream = taken.stream
+                stream.durable_seq = taken.next_seq
+                for session in stream.sessions:
+                    session.ack((stream.identity.instance, stream.identity.rank), taken.next_seq)
+        if self._journal.bytes_waiting <= self._queue_bytes:
+            self._room.set()
+        self._durable(group)
+
+    def _forget_idle(self, now_ns: int) -> bool:
+        idle = [
+            (stream.heard_ns, key)
+            for key, stream in self.streams.items()
+            if not stream.sessions
+            and stream.durable_seq == stream.offered_seq
+            and now_ns - stream.heard_ns > IDLE_FORGET_NS
+        ]
+        if not idle:
+            return False
+        key = min(idle)[1]
+        del self.streams[key]
+        self._carried.pop(key, None)
+        if not any(instance == key[0] for instance, _ in self.streams):
+            self._engines.pop(key[0], None)
+        return True
+
+
+def fault_of(identity: Identity) -> str:
+    """What makes an identity unacceptable; empty if nothing does."""
+    rank, sizes = identity.rank, identity.sizes
+    if not all(1 <= size <= 4096 for size in (sizes.dp, sizes.pp, sizes.tp)):
+        return "a parallel size outside 1 to 4096"
+    if sizes.pp * sizes.tp > 4096:
+        return f"{sizes.pp} stages of {sizes.tp} ranks exceed 4096 ranks to compare"
+    if not (0 <= rank.dp < sizes.dp and 0 <= rank.pp < sizes.pp and 0 <= rank.tp < sizes.tp):
+        return f"rank {rank} is outside its own sizes"
+    if not _is_name(identity.deployment, 64) or not _is_name(identity.instance, 128):
+        return "deployment or instance is not 1 to 64 (128) letters, digits, dots, dashes or underscores"
+    texts = (identity.host, identity.engine, identity.engine_version, identity.variant)
+    if any(len(text) > 256 or not text.isprintable() for text in texts):
+        return "host, engine, version or variant is longer than 256 characters or not printable"
+    if len(identity.config) > 256 or any(len(f.name) > 128 or len(f.value) > 1024 for f in identity.config):
+        return "more than 256 configuration fingerprints, or one of more than 1024 characters"
+    return ""
+
+
+def _is_name(text: str, length_max: int) -> bool:
+    return 1 <= len(text) <= length_max and text.isascii() and all(c.isalnum() or c in "._-" for c in text)
+
+
+def _refuser(instance: str, rank: Rank) -> Callable[..., FrameRefused]:
+    def refuse(code: str, message: str, *, retry_s: float = -1.0, next_seq: int = -1) -> FrameRefused:
+        return FrameRefused(code, message, Refusal(message, retry_s, instance, rank, next_seq))
+
+    return refuse
+
+
+def _decode_carried(payload: bytes) -> Carried:
+    try:
+        return msgspec.msgpack.decode(payload, type=Carried)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FrameError(f"journal: a damaged position: {error}") from None
