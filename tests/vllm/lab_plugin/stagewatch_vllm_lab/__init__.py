@@ -1,0 +1,1 @@
+"""What the tests put into a real vLLM."""
