@@ -127,13 +127,16 @@ class Aligner:
         if horizon <= self.judged and masks_to <= self._judged_masks:
             return None
         reasons: Counter[str] = Counter()
-        taken = {
-            kind: [
-                lane.take(kind, horizon if kind in ("inputs", "consumed") else masks_to)
-                for lane in self.lanes
-            ]
-            for kind in ("inputs", "mask", "sent", "received", "consumed")
+        # Payloads of a step are complete on a rank once it went on to the next.
+        payloads_to = horizon if final else horizon - 1
+        upto: dict[BlockKind, int] = {
+            "inputs": horizon,
+            "mask": masks_to,
+            "sent": payloads_to,
+            "received": payloads_to,
+            "consumed": horizon,
         }
+        taken = {kind: [lane.take(kind, upto[kind]) for lane in self.lanes] for kind in upto}
         inputs, unaligned = self._inputs(taken["inputs"], reasons)
         last = set(self.group.last_stage)
         early = [i for i in range(len(self.lanes)) if i not in last]

@@ -19,7 +19,6 @@ from stagewatch.monitor.windows import Group
 
 INCIDENTS_MAX: Final = 10_000
 """Incidents of one group kept open to further findings; beyond it the oldest are closed."""
-CHAIN_MAX: Final = 32
 
 
 @dataclass(slots=True)
@@ -28,6 +27,8 @@ class _Open:
     generation: int
     critical_step: int
     """Step of the first critical finding; 0 before."""
+    told: set[tuple[str, Severity]]
+    """What the chain says already: each check speaks once per severity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,12 @@ class Correlator:
         )
         found = self._open.get(key)
         if found is None:
-            found = _Open(self._opened(finding, context), finding.generation, _critical(finding))
+            found = _Open(
+                self._opened(finding, context),
+                finding.generation,
+                _critical(finding),
+                {(finding.check, finding.severity)},
+            )
             self._open[key] = found
             if len(self._open) > INCIDENTS_MAX:
                 self._open.popitem(last=False)
@@ -108,7 +114,8 @@ class Correlator:
             return None
         raised = finding.severity > incident.severity
         chain = incident.chain
-        if len(chain) < CHAIN_MAX and (finding.step, finding.text) != (chain[-1].step, chain[-1].text):
+        if (finding.check, finding.severity) not in found.told:
+            found.told.add((finding.check, finding.severity))
             chain = (*chain, Link(finding.step, finding.text))
         changes: dict[str, object] = {
             "chain": chain,

@@ -41,7 +41,9 @@ class Engine:
         self.verdicts: Counter[str] = Counter()
         """Rows by verdict; INDETERMINATE ones by reason, in lower case."""
         self._aligner = Aligner(group)
-        self._chunk_checks: list[ChunkCheck] = [check() for check in registry.CHUNK_CHECKS]
+        self._chunk_checks: list[ChunkCheck] = [
+            check() for check in (*registry.CHUNK_CHECKS, *registry.SYMPTOM_CHECKS)
+        ]
         self._row_checks: list[RowCheck] = [check() for check in registry.ROW_CHECKS]
         self._history = History()
         self._correlator = Correlator(group)

@@ -3,15 +3,36 @@
 from typing import Final
 
 from stagewatch.monitor.checks.base import ChunkCheck, RowCheck
+from stagewatch.monitor.checks.batch_disagreement import BatchDisagreement
+from stagewatch.monitor.checks.cadence import Cadence
 from stagewatch.monitor.checks.draft_block import DraftBlock
 from stagewatch.monitor.checks.excluded_row import ExcludedRow
 from stagewatch.monitor.checks.input_divergence import InputDivergence
 from stagewatch.monitor.checks.last_sampled import LastSampled
 from stagewatch.monitor.checks.mask_disagreement import MaskDisagreement
+from stagewatch.monitor.checks.mirror_behind import MirrorBehind
+from stagewatch.monitor.checks.path_choice import PathChoice
+from stagewatch.monitor.checks.payload_mismatch import PayloadMismatch
 from stagewatch.monitor.checks.position_drift import PositionDrift
+from stagewatch.monitor.checks.slot_generation import SlotGeneration
+from stagewatch.monitor.checks.value_range import ValueRange
 
-CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (MaskDisagreement, ExcludedRow)
+CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (
+    BatchDisagreement,
+    SlotGeneration,
+    PayloadMismatch,
+    Cadence,
+    PathChoice,
+    MaskDisagreement,
+    ExcludedRow,
+)
 ROW_CHECKS: Final[tuple[type[RowCheck], ...]] = (DraftBlock, LastSampled, PositionDrift, InputDivergence)
+SYMPTOM_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (MirrorBehind, ValueRange)
+"""Chunk checks whose findings usually follow from what the others find."""
 
-NAMES: Final = (*(check.NAME for check in CHUNK_CHECKS), *(check.NAME for check in ROW_CHECKS))
+NAMES: Final = (
+    *(check.NAME for check in CHUNK_CHECKS),
+    *(check.NAME for check in ROW_CHECKS),
+    *(check.NAME for check in SYMPTOM_CHECKS),
+)
 ORDER: Final = {name: place for place, name in enumerate(NAMES)}
