@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stagewatch.agents import commands, commandline
+from stagewatch.agents import commandline, commands
 
 SUMMARY = "The node side of stagewatch: ships what an engine's ranks recorded, and looks after it."
 

@@ -19,7 +19,9 @@ DIGEST_KEY: Final = "STAGEWATCH_DIGEST_KEY"
 
 SECRETS: Final = (
     Variable(
-        TOKEN, "", "The bearer token that sidecar and collector share. `--token-file` does the same by a file."
+        TOKEN,
+        "",
+        "The bearer token that sidecar and collector share. `--token-file` does the same by a file.",
     ),
     Variable(
         DIGEST_KEY,

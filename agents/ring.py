@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
 from stagewatch.agents import record
 from stagewatch.agents.errors import RecordError, RingError
 from stagewatch.agents.identity import Identity
@@ -113,6 +114,8 @@ class Margin:
     """Bytes the writer can still write before it overwrites the next record to be read."""
     bytes_behind: int
     """Bytes published and not yet read."""
+    bytes_written: int
+    """Bytes published since the ring was made; its growth over time is the writer's rate."""
     capacity: int
 
 
@@ -138,7 +141,7 @@ class RingReader:
         """Room left, now."""
         _, head, _, _ = self._cursors()
         behind = head - self._position
-        return Margin(max(self._capacity - behind, 0), max(behind, 0), self._capacity)
+        return Margin(max(self._capacity - behind, 0), max(behind, 0), head, self._capacity)
 
     def read(self, limit: int = 4096) -> Iterator[Record]:
         """Yield up to ``limit`` records published since the last call, in order."""
@@ -152,6 +155,12 @@ class RingReader:
                 self.lost += found.seq
             self._next_seq = found.seq + 1
             yield found
+
+    def rewind(self) -> None:
+        """Start over at the oldest record present."""
+        self._position = 0
+        self._next_seq = -1
+        self.lost = 0
 
     def close(self) -> None:
         """Release the mapping."""

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Header, Path, Query, Request, WebSocket, WebSocketD
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+
 from stagewatch.monitor import metrics, store
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.incidents import Severity
@@ -89,7 +90,11 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
     @app.get("/readyz")
     async def readyz() -> Response:
         """The collector can take frames and keep them. The reason it cannot is for those with a token."""
-        return _json({"status": "ready"}) if not collector.not_ready else _error(503, "not ready", {"Retry-After": "1"})
+        return (
+            _json({"status": "ready"})
+            if not collector.not_ready
+            else _error(503, "not ready", {"Retry-After": "1"})
+        )
 
     @app.get("/v1/status")
     async def status() -> Response:
@@ -231,6 +236,8 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
 
 def _documented(struct: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
     """The JSON schema of a response, for the OpenAPI document."""
-    (schema,), components = msgspec.json.schema_components([struct], ref_template="#/components/schemas/{name}")
+    (schema,), components = msgspec.json.schema_components(
+        [struct], ref_template="#/components/schemas/{name}"
+    )
     inline = {**components, **schema}.get(struct.__name__, schema)
     return {200: {"content": {"application/json": {"schema": inline}}}}

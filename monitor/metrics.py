@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from stagewatch.monitor.incidents import Incident, Severity
 from stagewatch.monitor.journal import Health
 from stagewatch.monitor.states import EngineState, RankState
@@ -71,11 +72,21 @@ INSTRUMENTS: Final = (
         ("check", "severity"),
     ),
     Instrument(
-        "stagewatch.steps.compared", "observed gauge", "{step}", "Ordinal up to which every step has verdicts.", _ENGINE
+        "stagewatch.steps.compared",
+        "observed gauge",
+        "{step}",
+        "Ordinal up to which every step has verdicts.",
+        _ENGINE,
     ),
     Instrument("stagewatch.ranks.missing", "observed gauge", "{rank}", "Ranks never heard of.", _ENGINE),
     Instrument("stagewatch.rank.armed", "observed gauge", "1", "1 while the rank's probe records.", _RANK),
-    Instrument("stagewatch.rank.heartbeat.age", "observed gauge", "s", "Time since the rank was last heard of.", _RANK),
+    Instrument(
+        "stagewatch.rank.heartbeat.age",
+        "observed gauge",
+        "s",
+        "Time since the rank was last heard of.",
+        _RANK,
+    ),
     Instrument(
         "stagewatch.rank.steps.behind",
         "observed gauge",
@@ -105,22 +116,37 @@ INSTRUMENTS: Final = (
         ("place", "reason"),
     ),
     Instrument("stagewatch.ingest.frames", "counter", "{frame}", "Frames taken from sidecars."),
-    Instrument("stagewatch.ingest.duplicates", "observed counter", "{frame}", "Frames that were known already."),
+    Instrument(
+        "stagewatch.ingest.duplicates", "observed counter", "{frame}", "Frames that were known already."
+    ),
     Instrument("stagewatch.ingest.rows", "counter", "{row}", "Batch rows taken, each rank's counted."),
     Instrument("stagewatch.ingest.size", "counter", "By", "Bytes of frames taken."),
     Instrument(
-        "stagewatch.ingest.refused", "counter", "{frame}", "Frames and connections refused, by reason.", ("reason",)
+        "stagewatch.ingest.refused",
+        "counter",
+        "{frame}",
+        "Frames and connections refused, by reason.",
+        ("reason",),
     ),
     Instrument("stagewatch.ingest.sessions", "observed gauge", "{session}", "Sidecars connected."),
     Instrument("stagewatch.journal.size", "observed gauge", "By", "Bytes of journal on disk."),
     Instrument("stagewatch.journal.waiting", "observed gauge", "By", "Bytes of frames not yet durable."),
     Instrument("stagewatch.journal.failing", "observed gauge", "1", "1 while the journal cannot be written."),
     Instrument(
-        "stagewatch.journal.damaged", "observed gauge", "By", "Bytes found unreadable when the journal was last read."
+        "stagewatch.journal.damaged",
+        "observed gauge",
+        "By",
+        "Bytes found unreadable when the journal was last read.",
     ),
     Instrument("stagewatch.journal.sync", "histogram", "s", "Time one group commit waited for the disk."),
     Instrument("stagewatch.events.readers", "observed gauge", "{reader}", "Readers of the event stream."),
-    Instrument("stagewatch.internal.errors", "counter", "{error}", "Errors of stagewatch itself, by place.", ("place",)),
+    Instrument(
+        "stagewatch.internal.errors",
+        "counter",
+        "{error}",
+        "Errors of stagewatch itself, by place.",
+        ("place",),
+    ),
 )
 
 
@@ -141,7 +167,11 @@ class Metrics:
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._registry = CollectorRegistry()
         self._provider = MeterProvider(
-            [PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
+            [
+                PrometheusMetricReader(
+                    registry=self._registry, scope_info_enabled=False, disable_target_info=True
+                )
+            ],
             views=[
                 _buckets("stagewatch.detection.latency", LATENCY_BUCKETS_S),
                 _buckets("stagewatch.journal.sync", SYNC_BUCKETS_S),

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
+
 from stagewatch.agents.credentials import read_token_file, token_from_text
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.options import TOKEN, bounded
@@ -27,14 +28,21 @@ HELP = "take evidence from sidecars, compare the ranks, keep and serve the incid
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond localhost only with a token")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; beyond localhost only with a token"
+    )
     parser.add_argument(
         "--port", type=bounded(0, 65535, int), default=8765, help="port to listen on; 0 for any that is free"
     )
     parser.add_argument(
-        "--data-dir", type=Path, default=Path("stagewatch-data"), help="directory of the journal and the incidents"
+        "--data-dir",
+        type=Path,
+        default=Path("stagewatch-data"),
+        help="directory of the journal and the incidents",
     )
-    parser.add_argument("--token-file", type=Path, help="file that holds the bearer token; read again when it changes")
+    parser.add_argument(
+        "--token-file", type=Path, help="file that holds the bearer token; read again when it changes"
+    )
     parser.add_argument(
         "--segment-bytes",
         type=bounded(1 << 16, 1 << 34, int),
@@ -54,10 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of frames that may wait for the disk before sidecars are made to wait",
     )
     parser.add_argument(
-        "--ranks-max", type=bounded(1, 1 << 20, int), default=4096, help="ranks that may stream at the same time"
+        "--ranks-max",
+        type=bounded(1, 1 << 20, int),
+        default=4096,
+        help="ranks that may stream at the same time",
     )
     parser.add_argument(
-        "--open-metrics", action="store_true", help="let anybody who reaches the port read /metrics, without the token"
+        "--open-metrics",
+        action="store_true",
+        help="let anybody who reaches the port read /metrics, without the token",
     )
 
 

@@ -1,0 +1,200 @@
+"""The stream to the collector: one WebSocket for all ranks of a node, kept up whatever happens.
+
+Every irregularity has the same cure: close, connect again, say hello for each rank, and go on from where the
+collector says it is. While there is no connection the tails read on into their bounds, and then the rings keep.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
+
+from stagewatch.agents import wire
+from stagewatch.agents.credentials import read_token_file
+from stagewatch.agents.errors import FrameError, SettingsError
+from stagewatch.agents.identity import Rank
+from stagewatch.agents.tail import Tail
+from stagewatch.agents.wire import Ack, Hello, Refusal, Welcome
+
+log = logging.getLogger("stagewatch.sidecar")
+
+RETRY_S_MIN: Final = 0.1
+RETRY_S_MAX: Final = 10.0
+ANSWER_BYTES_MAX: Final = 1 << 20
+
+TailKey = tuple[str, Rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where frames go, and what opens the door."""
+
+    url: str
+    token: str | Path
+    """The token itself, or the file that holds it, read at each connection."""
+
+    def current_token(self) -> str:
+        """The token, now. Raises SettingsError."""
+        return read_token_file(self.token) if isinstance(self.token, Path) else self.token
+
+
+def ingest_url(text: str) -> str:
+    """The URL of the collector's door, from what an operator writes. Raises SettingsError."""
+    parts = urlsplit(text)
+    schemes = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss"}
+    if parts.scheme not in schemes or not parts.hostname:
+        raise SettingsError(f"--collector {text!r} is no address: write ws://HOST:PORT or wss://HOST:PORT")
+    if parts.username or parts.query or parts.fragment:
+        raise SettingsError("--collector carries more than an address: give the token by --token-file")
+    path = parts.path.rstrip("/") or "/v1/ingest"
+    return urlunsplit((schemes[parts.scheme], parts.netloc, path, "", ""))
+
+
+def is_exposed(url: str) -> bool:
+    """Whether the token would cross a network in clear."""
+    parts = urlsplit(url)
+    if parts.scheme == "wss" or parts.hostname == "localhost":
+        return False
+    try:
+        return not ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return True
+
+
+class Shipper:
+    """Sends the tails' frames and hands them the answers. ``tails`` may change at any time."""
+
+    def __init__(self, destination: Destination, tails: Mapping[TailKey, Tail]) -> None:
+        self._destination = destination
+        self._tails = tails
+        self._wake = asyncio.Event()
+        self._greeted: set[TailKey] = set()
+        self._state = ""
+        self._retry_s = RETRY_S_MIN
+
+    def wake(self) -> None:
+        """There are new tails or frames."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Connect, ship, connect again; until cancelled."""
+        while True:
+            self._say(await self._ship_once())
+            for tail in self._tails.values():
+                tail.disconnected()
+            self._greeted.clear()
+            # Full jitter: many sidecars must not come back to a restarted collector all at once.
+            await asyncio.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # noqa: S311
+            self._retry_s = min(self._retry_s * 2, RETRY_S_MAX)
+
+    async def _ship_once(self) -> str:
+        """Ship over one connection until it ends; return why."""
+        why = "the collector closed the connection"
+        try:
+            token = self._destination.current_token()
+            async with connect(
+                self._destination.url,
+                additional_headers={"Authorization": f"Bearer {token}"},
+                compression=None,
+                max_size=ANSWER_BYTES_MAX,
+                user_agent_header="stagewatch-agent",
+            ) as connection:
+                self._say("connected", logging.INFO)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._send(connection))
+                    group.create_task(self._receive(connection))
+        except* (OSError, TimeoutError, WebSocketException, SettingsError, _Reconnect) as errors:
+            why = _told(errors)
+        return why
+
+    async def _send(self, connection: ClientConnection) -> None:
+        while True:
+            self._wake.clear()
+            busy = False
+            for key, tail in list(self._tails.items()):
+                if key not in self._greeted:
+                    self._greeted.add(key)
+                    await connection.send(wire.encode_frame(Hello(wire.PROTOCOL, tail.identity)))
+                held = tail.unsent()
+                if held is not None:
+                    busy = True
+                    await connection.send(held.message)
+            if not busy:
+                await self._wake.wait()
+
+    async def _receive(self, connection: ClientConnection) -> None:
+        async for message in connection:
+            try:
+                self._answer(
+                    wire.decode_downward(message if isinstance(message, bytes) else message.encode())
+                )
+            except FrameError as error:
+                raise _Reconnect(f"the collector's answer is no frame of ours: {error}") from None
+            self._wake.set()
+        raise _Reconnect("the collector closed the connection")
+
+    def _answer(self, frame: wire.Downward) -> None:
+        tail = self._tails.get((frame.instance, frame.rank)) if frame.rank is not None else None
+        if isinstance(frame, Refusal):
+            self._refused(frame, tail)
+        elif tail is not None and isinstance(frame, Welcome):
+            self._retry_s = RETRY_S_MIN
+            tail.welcome(frame.next_seq)
+        elif tail is not None and isinstance(frame, Ack):
+            tail.acknowledge(frame.next_seq)
+
+    def _refused(self, refusal: Refusal, tail: Tail | None) -> None:
+        if tail is None:
+            raise _Reconnect(f"the collector refused a frame: {refusal.reason}")
+        if not tail.welcomed:
+            if tail.refused != refusal.reason:
+                log.warning(
+                    "rank %s of %s is refused: %s", tail.identity.rank, tail.identity.instance, refusal.reason
+                )
+            tail.refused = refusal.reason  # the others go on; it is greeted again at the next connection
+            return
+        if refusal.next_seq >= 0:
+            log.warning("rank %s: frame left out, it was refused: %s", tail.identity.rank, refusal.reason)
+            tail.condemn(refusal.next_seq)
+        raise _Reconnect(f"out of step with the collector: {refusal.reason}")
+
+    def _say(self, state: str, level: int = logging.WARNING) -> None:
+        """Tell a change of state, once."""
+        if state != self._state:
+            self._state = state
+            told = (
+                state if level < logging.WARNING else f"not connected: {state}; the rings keep what they can"
+            )
+            log.log(level, "collector %s: %s", self._destination.url, told)
+
+
+class _Reconnect(Exception):  # noqa: N818  # not a fault to report but a way out of the connection
+    """The connection is to be given up and made anew."""
+
+
+def _told(error: BaseException) -> str:
+    match error:
+        case InvalidStatus(response=response) if response.status_code == 401:
+            return "it refuses our token: compare --token-file on both sides"
+        case InvalidStatus(response=response) if response.status_code in (429, 503):
+            return f"it is not ready for us (HTTP {response.status_code})"
+        case InvalidStatus(response=response):
+            return f"HTTP {response.status_code}: is it a stagewatch collector?"
+        case InvalidHandshake():
+            return "what answers there speaks no WebSocket"
+        case OSError(strerror=str(text)):
+            return text
+        case TimeoutError():
+            return "it does not answer"
+        case BaseExceptionGroup(exceptions=(first, *_)):
+            return _told(first)
+        case _:
+            return str(error) or type(error).__name__

@@ -1,0 +1,170 @@
+"""The sidecar: finds the rings of a node, tails all of them, ships what they hold.
+
+One event loop, three tasks: look for rings, read rings, ship frames. Reading polls, since a ring's writer must
+not be bothered with wake-ups: every `POLL_S_MIN` while records come, backing off to `POLL_S_MAX` while none do.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stagewatch.agents.credentials import key_fingerprint, key_of_directory
+from stagewatch.agents.digest import Digester
+from stagewatch.agents.errors import RingError
+from stagewatch.agents.ring import check_directory
+from stagewatch.agents.shipping import Destination, Shipper, TailKey
+from stagewatch.agents.tail import Privacy, Tail
+
+log = logging.getLogger("stagewatch.sidecar")
+
+SCAN_S: Final = 0.5
+POLL_S_MIN: Final = 0.002
+POLL_S_MAX: Final = 0.05
+GONE_S_MAX: Final = 60.0
+"""A ring whose file was removed is kept in memory for so long while it waits to be acknowledged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSettings:
+    """What a sidecar is told at start, checked."""
+
+    ring_dir: Path
+    destination: Destination
+    key: bytes | None
+    """The digest key; None for the one the sidecars of the ring directory share."""
+    raw_tokens: bool
+    pseudonymise: bool
+    held_bytes: int
+    """Bytes of unacknowledged frames held in memory, all ranks together."""
+    drain_s: float
+    """Seconds that an orderly end may wait for acknowledgements."""
+
+
+@dataclass(slots=True)
+class _Refused:
+    message: str
+    said: bool
+
+
+class Sidecar:
+    """All rings of one directory. `run` raises StagewatchError where the directory or key cannot be used."""
+
+    def __init__(self, settings: SidecarSettings) -> None:
+        self.tails: Final[dict[TailKey, Tail]] = {}
+        self.records_given_up = 0
+        """Records of removed rings that nobody acknowledged in time."""
+        self._settings = settings
+        self._shipper = Shipper(settings.destination, self.tails)
+        self._refused: dict[Path, _Refused] = {}
+        self._gone: dict[TailKey, float] = {}
+        self._privacy: Privacy | None = None
+        self._waiting_said = False
+
+    @property
+    def rings_refused(self) -> int:
+        """Files in the directory that are no rings this build can read."""
+        return len(self._refused)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Tail and ship until ``stop``, then ship what is left."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._scan_forever()),
+                group.create_task(self._read_forever()),
+                group.create_task(self._shipper.run()),
+            ]
+            group.create_task(self._end(stop, tasks))
+        for tail in self.tails.values():
+            tail.close()
+
+    async def _end(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+        await stop.wait()
+        deadline = time.monotonic() + self._settings.drain_s
+        while not all(tail.is_drained for tail in self.tails.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S_MIN)
+        left = sum(tail.unacknowledged for tail in self.tails.values())
+        if left:
+            log.warning("ending with %d records unacknowledged: they stay in the rings", left)
+        for task in tasks:
+            task.cancel()
+
+    async def _scan_forever(self) -> None:
+        while True:
+            self.scan()
+            await asyncio.sleep(SCAN_S)
+
+    def scan(self) -> None:
+        """Look for rings that came or went. Raises StagewatchError for a directory that is unsafe."""
+        directory = self._settings.ring_dir
+        if not directory.exists():
+            if not self._waiting_said:
+                self._waiting_said = True
+                log.info("waiting for ring directory %s", directory)
+            return
+        if self._privacy is None:
+            self._privacy = self._open_directory(directory)
+        present = set(directory.glob("*.ring"))
+        known = {tail.path for tail in self.tails.values()}
+        for path in sorted(present - known):
+            self._try_ring(path, self._privacy)
+        for path in self._refused.keys() - present:
+            del self._refused[path]
+        self._drop_gone(present)
+
+    def _open_directory(self, directory: Path) -> Privacy:
+        # Root reads rings of any user; anybody else only their own, where nobody else can plant a file.
+        if os.geteuid() != 0:
+            check_directory(directory)
+        key = self._settings.key or key_of_directory(directory)
+        return Privacy(
+            Digester(key), key_fingerprint(key), self._settings.raw_tokens, self._settings.pseudonymise
+        )
+
+    def _try_ring(self, path: Path, privacy: Privacy) -> None:
+        try:
+            tail = Tail(path, privacy)
+        except RingError as error:
+            known = self._refused.get(path)
+            if known is None or known.message != str(error):
+                self._refused[path] = _Refused(str(error), said=False)
+            elif not known.said:
+                # Only at the second look: at the first its engine may still be making it.
+                known.said = True
+                log.warning("%s. It is left out; the other rings are not affected.", error)
+            return
+        self._refused.pop(path, None)
+        self.tails[tail.identity.instance, tail.identity.rank] = tail
+        log.info("ring %s: %s %s", path.name, tail.identity.engine, tail.identity.engine_version)
+        self._shipper.wake()
+
+    def _drop_gone(self, present: set[Path]) -> None:
+        now = time.monotonic()
+        for key, tail in list(self.tails.items()):
+            if tail.path in present:
+                self._gone.pop(key, None)
+                continue
+            since = self._gone.setdefault(key, now)
+            if tail.is_drained or now - since > GONE_S_MAX:
+                if not tail.is_drained:
+                    self.records_given_up += tail.unacknowledged
+                    log.warning(
+                        "ring %s was removed with %d records not taken", tail.path.name, tail.unacknowledged
+                    )
+                del self._gone[key], self.tails[key]
+                tail.close()
+
+    async def _read_forever(self) -> None:
+        pause_s = POLL_S_MIN
+        while True:
+            busy = False
+            for tail in list(self.tails.values()):
+                if tail.read(self._settings.held_bytes // len(self.tails)):
+                    busy = True
+                    self._shipper.wake()
+                    await asyncio.sleep(0)
+            pause_s = POLL_S_MIN if busy else min(pause_s * 2, POLL_S_MAX)
+            await asyncio.sleep(pause_s)
