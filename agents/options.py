@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         """The flags that have a variable, in the order declared."""
         super().__init__(*args, **kwargs)
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:  # type: ignore[override]  # argparse's own signature is as loose
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Declare an argument as argparse does; a flag gets a variable, too."""
         action = super().add_argument(*args, **kwargs)
         if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction):

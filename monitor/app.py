@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stagewatch.monitor import metrics, store
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.ingest import BAD_FRAMES_MAX, FrameRefused, Session
+from stagewatch.monitor.ingest import BAD_FRAMES_MAX, FrameRefusedError, Session
 from stagewatch.monitor.states import EngineState
 from stagewatch.monitor.store import Shown, StoreError
 
@@ -197,7 +197,7 @@ async def _read(collector: Collector, socket: WebSocket, session: Session) -> No
             return
         try:
             collector.take(message.get("bytes") or b"", session)
-        except FrameRefused as refused:
+        except FrameRefusedError as refused:
             collector.metrics.count("stagewatch.ingest.refused", reason=refused.code)
             session.answer(refused.answer)
             session.refused += 1

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, ParamSpec, Protocol
 
 from stagewatch.agents.errors import FrameError, SettingsError
 from stagewatch.agents.evidence import Evidence
@@ -21,13 +21,14 @@ from stagewatch.monitor.auth import Authenticator
 from stagewatch.monitor.events import Hub
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
-from stagewatch.monitor.journal import Journal
 from stagewatch.monitor.metrics import Metrics, Snapshot
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.states import Change, EngineState
 from stagewatch.monitor.store import Store, StoreError
 
 log = logging.getLogger("stagewatch.collector")
+
+P = ParamSpec("P")
 
 TICK_S: Final = 1.0
 START_GRACE_S: Final = 15.0
@@ -57,21 +58,9 @@ class Collector:
         self.hub: Final = Hub()
         self.sessions: Final[set[Session]] = set()
         self._watch = watch
-        self.intake: Final = Intake(
-            settings.limits,
-            streams_max=settings.ranks_max,
-            queue_bytes=settings.queue_bytes,
-            durable=self._judge,
-        )
         self.metrics: Final = Metrics(self.snapshot)
-        self._journal: Journal[Taken] = Journal(
-            settings.data_dir / "journal",
-            durable=self.intake.journalled,
-            carried=self.intake.carried,
-            segment_bytes=settings.segment_bytes,
-            keep_bytes=settings.keep_bytes,
-            on_sync=self.metrics.journal_synced,
-        )
+        self.intake: Final = Intake(settings, self._judge, self.metrics.journal_synced)
+        self._journal = self.intake.journal
         self._unstored: dict[str, Incident] = {}
         self._unstored_wake = asyncio.Event()
         self._states: list[EngineState] = []
@@ -104,7 +93,7 @@ class Collector:
         )
 
     def take(self, message: bytes, session: Session) -> None:
-        """Take one frame of a session. Raises FrameRefused."""
+        """Take one frame of a session. Raises FrameRefusedError."""
         evidence = self.intake.take(message, session)
         self.metrics.count("stagewatch.ingest.frames")
         self.metrics.count("stagewatch.ingest.size", len(message))
@@ -129,10 +118,8 @@ class Collector:
         os.close(self._lock_fd)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._recover)
-        self._journal.start()
-        self.intake.open(self._journal, loop)
+        self.intake.open()
         self._ready = True
         self._note_changes([])
         await asyncio.gather(self._tick_forever(), self._store_forever())
@@ -153,7 +140,7 @@ class Collector:
                 continue
             if entry.t_ns // 10**9 > second:
                 second = entry.t_ns // 10**9
-                self._note_changes(self._guarded("watch", lambda: self._watch.tick(second * 10**9)))
+                self._tick(second * 10**9)
             self._note_changes(self._judge_one(taken))
             frames += 1
             self._progress = f"reading the journal back: {frames} frames so far"
@@ -170,21 +157,24 @@ class Collector:
     def _judge_one(self, taken: Taken) -> list[Change]:
         identity = taken.stream.identity
         if not isinstance(taken, BatchTaken):
-            self._guarded("watch", lambda: self._watch.hello(identity, taken.t_ns) or [])
-            return []
+            return self._guarded(self._hello, identity, taken.t_ns)
         return self._guarded(
-            "watch",
-            lambda: self._watch.take(
-                identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns
-            ),
+            self._watch.take, identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns
         )
 
-    def _guarded(self, place: str, call: Callable[[], list[Change]]) -> list[Change]:
+    def _hello(self, identity: Identity, now_ns: int) -> list[Change]:
+        self._watch.hello(identity, now_ns)
+        return []
+
+    def _tick(self, now_ns: int) -> None:
+        self._note_changes(self._guarded(self._watch.tick, now_ns))
+
+    def _guarded(self, call: Callable[P, list[Change]], *args: P.args, **kwargs: P.kwargs) -> list[Change]:
         try:
-            return call()
+            return call(*args, **kwargs)
         except Exception:  # a fault of one engine's evidence must not blind us to the others
-            log.exception("%s failed: please report this", place)
-            self.metrics.count("stagewatch.internal.errors", place=place)
+            log.exception("the watch failed: please report this")
+            self.metrics.count("stagewatch.internal.errors", place="watch")
             return []
 
     def _note_changes(self, changes: Sequence[Change]) -> None:
@@ -196,7 +186,7 @@ class Collector:
     async def _tick_forever(self) -> None:
         await asyncio.sleep(START_GRACE_S)
         while True:
-            self._note_changes(self._guarded("watch", lambda: self._watch.tick(time.time_ns())))
+            self._tick(time.time_ns())
             await asyncio.sleep(TICK_S)
 
     async def _store_forever(self) -> None:

@@ -4,7 +4,7 @@ A stream is one rank of one life of one engine. Its records are numbered without
 how many before it were lost, so a batch either continues its stream, or repeats what is known, or is wrong.
 Two positions matter: `offered_seq`, up to which batches were taken, and `durable_seq`, up to which they are
 safe. A sidecar is welcomed at the second and may repeat what lies between; only the first decides what is
-new. Everything here runs on the event loop, but for `Intake.journalled` and `Intake.carried`.
+new. Everything here runs on the event loop, but for what says otherwise.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from stagewatch.agents import wire
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank, Sizes
-from stagewatch.agents.wire import Ack, Batch, Downward, Hello, Limits, Refusal, Welcome
+from stagewatch.agents.wire import Ack, Batch, Downward, Hello, Refusal, Welcome
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, Journal
+from stagewatch.monitor.settings import CollectorSettings
 
 StreamKey = tuple[str, Rank]
 
@@ -30,7 +31,7 @@ BAD_FRAMES_MAX: Final = 3
 """Refused frames after which a connection is closed."""
 
 
-class FrameRefused(FrameError):
+class FrameRefusedError(FrameError):
     """A frame that is not taken; ``code`` is the reason as a label, one of `REFUSAL_CODES`."""
 
     def __init__(self, code: str, message: str, answer: Refusal) -> None:
@@ -122,40 +123,46 @@ class Intake:
 
     def __init__(
         self,
-        limits: Limits,
-        *,
-        streams_max: int,
-        queue_bytes: int,
+        settings: CollectorSettings,
         durable: Callable[[Sequence[Taken]], None],
+        on_sync: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.streams: Final[dict[StreamKey, Stream]] = {}
         self.duplicates = 0
         """Batches that were known already."""
-        self._limits = limits
-        self._streams_max = streams_max
-        self._queue_bytes = queue_bytes
+        self._limits = settings.limits
+        self._streams_max = settings.ranks_max
+        self._queue_bytes = settings.queue_bytes
         self._durable = durable
         self._room = asyncio.Event()
         self._room.set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._journal: Journal[Taken] | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._carried: dict[StreamKey, Carried] = {}
         self._engines: dict[str, tuple[str, Sizes]] = {}
+        self.journal: Final[Journal[Taken]] = Journal(
+            settings.data_dir / "journal",
+            durable=self._journalled,
+            carried=lambda: list(self._carried.values()),
+            segment_bytes=settings.segment_bytes,
+            keep_bytes=settings.keep_bytes,
+            on_sync=on_sync,
+        )
 
-    def open(self, journal: Journal[Taken], loop: asyncio.AbstractEventLoop) -> None:
-        """Take frames from now on."""
-        self._journal, self._loop = journal, loop
+    def open(self) -> None:
+        """Take frames from now on, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.journal.start()
 
     async def room(self) -> None:
         """Wait until the journal's queue has room: the back-pressure on sidecars."""
         await self._room.wait()
 
     def take(self, message: bytes, session: Session) -> Evidence | None:
-        """Take one frame of a session; return its evidence if it had any and is new. Raises FrameRefused."""
+        """Take one frame of a session; return its evidence if it had any and is new. Raises FrameRefusedError."""
         try:
             frame = wire.decode_upward(message, self._limits)
         except FrameError as error:
-            raise FrameRefused("malformed", str(error), Refusal(str(error), -1.0)) from None
+            raise FrameRefusedError("malformed", str(error), Refusal(str(error), -1.0)) from None
         if isinstance(frame, Hello):
             self._hello(frame, message, session)
             return None
@@ -166,8 +173,8 @@ class Intake:
         for stream in self.streams.values():
             stream.sessions.discard(session)
 
-    def journalled(self, group: Sequence[Taken]) -> None:
-        """A group is safe. Called on the journal's thread."""
+    def _journalled(self, group: Sequence[Taken]) -> None:
+        """A group is safe. Called on the journal's thread, which alone carries positions into new segments."""
         for taken in group:
             identity = taken.stream.identity
             key = (identity.instance, identity.rank)
@@ -175,12 +182,7 @@ class Intake:
                 self._carried[key] = Carried(identity, taken.next_seq)
             elif key not in self._carried:
                 self._carried[key] = Carried(identity, 0)
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._settle, group)
-
-    def carried(self) -> list[Carried]:
-        """Every stream with its durable position. Called on the journal's thread, or before it runs."""
-        return list(self._carried.values())
 
     def restore(self, entry: Entry) -> Taken | None:
         """Take an entry of the journal at start; None for one that is known or unreadable.
@@ -284,20 +286,18 @@ class Intake:
         return evidence
 
     def _offer(self, kind: EntryKind, now_ns: int, message: bytes, taken: Taken) -> None:
-        assert self._journal is not None
-        self._journal.offer(Entry(kind, now_ns, message), taken)
-        if self._journal.bytes_waiting > self._queue_bytes:
+        self.journal.offer(Entry(kind, now_ns, message), taken)
+        if self.journal.bytes_waiting > self._queue_bytes:
             self._room.clear()
 
     def _settle(self, group: Sequence[Taken]) -> None:
-        assert self._journal is not None
         for taken in group:
             if isinstance(taken, BatchTaken):
                 stream = taken.stream
                 stream.durable_seq = taken.next_seq
                 for session in stream.sessions:
                     session.ack((stream.identity.instance, stream.identity.rank), taken.next_seq)
-        if self._journal.bytes_waiting <= self._queue_bytes:
+        if self.journal.bytes_waiting <= self._queue_bytes:
             self._room.set()
         self._durable(group)
 
@@ -342,9 +342,9 @@ def _is_name(text: str, length_max: int) -> bool:
     return 1 <= len(text) <= length_max and text.isascii() and all(c.isalnum() or c in "._-" for c in text)
 
 
-def _refuser(instance: str, rank: Rank) -> Callable[..., FrameRefused]:
-    def refuse(code: str, message: str, *, retry_s: float = -1.0, next_seq: int = -1) -> FrameRefused:
-        return FrameRefused(code, message, Refusal(message, retry_s, instance, rank, next_seq))
+def _refuser(instance: str, rank: Rank) -> Callable[..., FrameRefusedError]:
+    def refuse(code: str, message: str, *, retry_s: float = -1.0, next_seq: int = -1) -> FrameRefusedError:
+        return FrameRefusedError(code, message, Refusal(message, retry_s, instance, rank, next_seq))
 
     return refuse
 

@@ -204,7 +204,7 @@ class Metrics:
     def incident(self, incident: Incident) -> None:
         """An incident reached its severity."""
         labels = {"check": incident.check, "severity": incident.severity.word}
-        self.count("stagewatch.incidents", deployment=incident.deployment, **labels)
+        self._counters["stagewatch.incidents"].add(1, {"deployment": incident.deployment, **labels})
         if incident.severity > Severity.NOTICE and incident.raised_ns >= incident.first_bad_ns > 0:
             seconds = (incident.raised_ns - incident.first_bad_ns) / 1e9
             self._histograms["stagewatch.detection.latency"].record(seconds, labels)

@@ -24,4 +24,4 @@ class CollectorSettings:
     ranks_max: int
     open_metrics: bool
     """Whether `/metrics` may be read without the token."""
-    limits: Limits = Limits()
+    limits: Limits

@@ -132,8 +132,8 @@ class Store:
 
     def find(self, query: Query) -> list[Shown]:
         """At most ``query.limit`` incidents, newest first."""
-        conditions, values = ["severity >= ?"], [int(query.severity)]
-        parameters: list[str | int] = [*values]
+        conditions = ["severity >= ?"]
+        parameters: list[str | int] = [int(query.severity)]
         for column, wanted in (
             ("deployment", query.deployment),
             ("instance", query.instance),

@@ -17,6 +17,7 @@ import uvicorn
 from stagewatch.agents.credentials import read_token_file, token_from_text
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.options import TOKEN, bounded
+from stagewatch.agents.wire import Limits
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.auth import make_token
 from stagewatch.monitor.collector import Collector
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         queue_bytes=args.queue_bytes,
         ranks_max=args.ranks_max,
         open_metrics=args.open_metrics,
+        limits=Limits(),
     )
     collector = Collector(settings, Watch())
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
@@ -106,7 +108,8 @@ def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
         return token_from_text(given, TOKEN), ""
     if not is_local(args.host):
         raise SettingsError(
-            f"--host {args.host} can be reached by others: give a token by --token-file or {TOKEN}, or listen on 127.0.0.1"
+            f"--host {args.host} can be reached by others: "
+            f"give a token by --token-file or {TOKEN}, or listen on 127.0.0.1"
         )
     path: Path = args.data_dir / "token"
     try:
