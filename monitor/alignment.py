@@ -45,6 +45,8 @@ class Lane:
         self.newest = 0
         """Newest step whose inputs arrived."""
         self.heard = False
+        self.incomplete_to = 0
+        """Last step whose records may be incomplete, since some were lost before it."""
         self.late_rows = 0
         """Rows that arrived after their step had its verdict."""
         self._pending: dict[BlockKind, list[Any]] = {
@@ -65,7 +67,11 @@ class Lane:
             self.late_rows += int(inputs.rows[:late].sum())
             if late < len(inputs.step):
                 self._pending["inputs"].append(slice_steps(inputs, late, len(inputs.step)))
+            if evidence.lost:
+                self.incomplete_to = int(inputs.step[0])
             self.newest = max(self.newest, int(inputs.step[-1]))
+        elif evidence.lost:
+            self.incomplete_to = self.newest + 1
         for kind in PER_STEP_KINDS:
             block = getattr(evidence, kind)
             if block is not None and len(block.step):
@@ -77,6 +83,11 @@ class Lane:
     def pending_rows(self) -> int:
         """Rows of inputs that wait."""
         return sum(int(block.rows.sum()) for block in self._pending["inputs"])
+
+    def newest_inputs(self) -> InputsBlock | None:
+        """The newest inputs that wait; None if none do."""
+        blocks = self._pending["inputs"]
+        return blocks[-1] if blocks else None
 
     def newest_of(self, kind: BlockKind) -> int:
         """Newest step waiting of a kind; 0 if none."""
@@ -150,11 +161,23 @@ class Aligner:
             received=self._same_steps(taken["received"], early),
             consumed=self._same_steps(taken["consumed"], early),
             unaligned=unaligned,
+            complete_to=horizon + 1 if final else horizon,
+            incomplete_to=max(lane.incomplete_to for lane in self.lanes),
             events=events,
         )
         self.judged = max(self.judged, horizon)
         self._judged_masks = max(self._judged_masks, masks_to)
         return Aligned(chunk, dict(reasons), self.judged)
+
+    def newcomers(self) -> tuple[int, ...]:
+        """Keys of requests that joined the batch in the newest step any rank began and others did not reach."""
+        ahead = max(self.lanes, key=lambda lane: lane.newest)
+        block = ahead.newest_inputs()
+        if block is None or ahead.newest <= self.judged:
+            return ()
+        rows = int(block.rows[-1])
+        first = block.mirror[len(block.request) - rows :] == 0
+        return tuple(block.request[len(block.request) - rows :][first].tolist())
 
     def _horizon(self, absent: frozenset[int], final: bool) -> int:
         if final:

@@ -142,7 +142,10 @@ class Correlator:
                 "fields": tuple(dict.fromkeys((*incident.fields, *finding.fields))),
                 "values": (*incident.values, *(v for v in finding.values if v not in incident.values)),
             }
-        found.incident = msgspec.structs.replace(incident, **changes)
+        changed = msgspec.structs.replace(incident, **changes)
+        if changed == incident:
+            return None
+        found.incident = changed
         found.critical_step = found.critical_step or _critical(finding)
         return ("raised" if raised else "updated"), found.incident
 

@@ -16,6 +16,9 @@ from stagewatch.agents.record import Kind
 from stagewatch.monitor.alignment import Aligned, Aligner
 from stagewatch.monitor.checks import registry
 from stagewatch.monitor.checks.base import Chunk, ChunkCheck, Finding, RowCheck
+from stagewatch.monitor.checks.collective_order import Entry, entries
+from stagewatch.monitor.checks.liveness import LivenessCheck, Progress, RankProgress
+from stagewatch.monitor.checks.stall import Stall
 from stagewatch.monitor.correlate import Context, Correlator
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
@@ -49,10 +52,18 @@ class Engine:
         self._correlator = Correlator(group)
         self._request_ids: OrderedDict[int, str] = OrderedDict()
         self._ranks: dict[int, RankState] = {}
+        self._moved_ns: dict[int, int] = {}
+        self._calls: dict[int, tuple[Entry, ...]] = {}
+        self._liveness_checks: list[LivenessCheck] = [check() for check in registry.LIVENESS_CHECKS]
+        self._first_heard_ns = 0
+        self._wedged = ""
+        self._armed = False
+        """Whether the checks that run once all ranks were heard of have run."""
 
     def hello(self, identity: Identity, now_ns: int) -> None:
         """A rank's stream begins, or begins again."""
         index = self.group.ranks.index(identity.rank)
+        self._first_heard_ns = self._first_heard_ns or now_ns
         known = self._ranks.get(index)
         if known is None:
             self._ranks[index] = RankState(identity, True, "", 0, now_ns, -1.0, 0)
@@ -63,8 +74,16 @@ class Engine:
         """Take one batch of evidence and judge what it completes."""
         index = self.group.ranks.index(rank)
         state = self._ranks[index]
+        moved = evidence.inputs is not None
         if evidence.events is not None:
             state = self._events(state, evidence.events)
+            calls = list(entries(evidence.events))
+            if calls:
+                moved = True
+                kept = (*self._calls.get(index, ()), *calls)
+                self._calls[index] = tuple(call for call in kept if call.step == kept[-1].step)
+        if moved or index not in self._moved_ns:
+            self._moved_ns[index] = now_ns
         newest = (
             int(evidence.inputs.step[-1]) if evidence.inputs is not None and len(evidence.inputs.step) else 0
         )
@@ -76,7 +95,7 @@ class Engine:
             lost_records=state.lost_records + evidence.lost,
         )
         self._aligner.lanes[index].push(evidence, self._aligner.judged)
-        return self._judge(self._aligner.advance(), now_ns)
+        return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
 
     def finish(self, now_ns: int) -> list[Change]:
         """The evidence has ended: judge the rest."""
@@ -85,6 +104,31 @@ class Engine:
     def give_up(self, absent: frozenset[int], now_ns: int) -> list[Change]:
         """Stop waiting for some ranks: what the others have recorded becomes INDETERMINATE."""
         return self._judge(self._aligner.advance(absent=absent), now_ns)
+
+    def look(self, now_ns: int) -> list[Change]:
+        """Judge what only the passing of time can tell."""
+        progress = self._state_of_progress(now_ns)
+        findings = [finding for check in self._liveness_checks for finding in check.look(progress)]
+        self._wedged = next((finding.text for finding in findings if finding.check == Stall.NAME), "")
+        return self._tell(findings, now_ns)
+
+    def _arming(self, now_ns: int) -> list[Change]:
+        """Compare how the ranks are set up, once all were heard of."""
+        if self._armed or len(self._ranks) < len(self.group.ranks):
+            return []
+        self._armed = True
+        progress = self._state_of_progress(now_ns)
+        findings = [found for check in registry.ARMING_CHECKS for found in check().look(progress)]
+        return self._tell(findings, now_ns)
+
+    def _state_of_progress(self, now_ns: int) -> Progress:
+        return Progress(
+            group=self.group,
+            ranks=tuple(self._progress(index) for index in range(len(self.group.ranks))),
+            now_ns=now_ns,
+            first_heard_ns=self._first_heard_ns,
+            newest_requests=tuple(self._name(key) for key in self._aligner.newcomers()),
+        )
 
     def silent(self, now_ns: int, after_ns: int) -> frozenset[int]:
         """Indices of ranks not heard of for ``after_ns``, while another one was."""
@@ -112,7 +156,20 @@ class Engine:
             compared_to=self._aligner.judged,
             verdicts=dict(self.verdicts),
             worst=max((incident.severity for incident in self.incidents()), default=None),
-            wedged="",
+            wedged=self._wedged,
+        )
+
+    def _progress(self, index: int) -> RankProgress:
+        state = self._ranks.get(index)
+        return RankProgress(
+            index=index,
+            identity=state.identity if state else None,
+            armed=state.armed if state else False,
+            reason=state.reason if state else "",
+            newest_step=state.last_step if state else 0,
+            heard_ns=state.last_heard_ns if state else 0,
+            moved_ns=self._moved_ns.get(index, 0),
+            calls=self._calls.get(index, ()),
         )
 
     def _events(self, state: RankState, events: EventBlock) -> RankState:
@@ -141,6 +198,11 @@ class Engine:
         diverged = self._compare_rows(chunk.inputs)
         findings = [*self._explain(chunk.inputs, diverged), *self._examine(chunk)]
         findings.sort(key=lambda f: (f.step, f.phase, registry.ORDER[f.check], f.row))
+        changes = self._tell(findings, now_ns)
+        self._touch(chunk.inputs, diverged)
+        return changes
+
+    def _tell(self, findings: list[Finding], now_ns: int) -> list[Change]:
         changes: OrderedDict[str, Change] = OrderedDict()
         for finding in findings:
             context = Context(
@@ -155,7 +217,6 @@ class Engine:
             kind, incident = changed
             before = changes.get(incident.id)
             changes[incident.id] = Change(before.kind if before and kind == "updated" else kind, incident)
-        self._touch(chunk.inputs, diverged)
         return list(changes.values())
 
     def _examine(self, chunk: Chunk) -> Iterator[Finding]:

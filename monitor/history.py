@@ -85,6 +85,11 @@ class History:
                     return Seen(window, int(row), step)
         return None
 
+    def complete(self, first: int, last: int) -> bool:
+        """Whether every step from ``first`` to ``last`` is remembered."""
+        present = sum(int(((w.steps >= first) & (w.steps <= last)).sum()) for w in self._inputs)
+        return present == last - first + 1
+
     def sent(self, step: int, request: int) -> SentRow | None:
         """What the last stage sent for a request at a step."""
         for window in reversed(self._sent):

@@ -44,12 +44,13 @@ class Watch:
         return self._engines[instance, rank.dp].take(rank, evidence, margin_s, now_ns)
 
     def tick(self, now_ns: int) -> list[Change]:
-        """Judge what only the passing of time can tell: silent ranks. Call about once a second."""
+        """Judge what only the passing of time can tell: ranks missing or silent, stalls. Call about once a second."""
         changes: list[Change] = []
         for engine in self._engines.values():
             absent = engine.silent(now_ns, self._silent_after_ns)
             if absent:
                 changes += engine.give_up(absent, now_ns)
+            changes += engine.look(now_ns)
         return changes
 
     def finish(self, now_ns: int = 0) -> list[Change]:

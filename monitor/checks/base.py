@@ -71,6 +71,10 @@ class Chunk:
     received: PayloadWindow | None = None
     consumed: PayloadWindow | None = None
     unaligned: tuple[Unaligned, ...] = ()
+    complete_to: int = 0
+    """Every rank has left the steps below this one behind, so all they record of them is here."""
+    incomplete_to: int = 0
+    """Records of steps up to this one may be missing on some rank, because its ring was overrun."""
     events: tuple[tuple[int, EventBlock], ...] = field(default=())
     """(rank index, block) of events that arrived since the last chunk."""
 

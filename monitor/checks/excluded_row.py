@@ -33,7 +33,9 @@ class ExcludedRow:
 
     NAME: ClassVar = "excluded-row"
     COMPARES: ClassVar = "the engine's mask with the fixed mask, and what is scheduled after"
-    EXCEPTIONS: ClassVar = "prefill chunks that are not the last; a final chunk whose one token reaches the cap (dropped since 0.31)"
+    EXCEPTIONS: ClassVar = (
+        "prefill chunks that are not the last; a final chunk whose token reaches the cap (0.31 and later)"
+    )
     REMEDY: ClassVar = (
         "The engine's broadcast mask predicts which rows finish and is wrong under speculation (vLLM PR 54436; "
         "0.23 to 0.29 and forks of them). Upgrade to vLLM 0.30 or later, or set STAGEWATCH_FIXED_MASK=1."

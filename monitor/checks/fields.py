@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from stagewatch.agents.evidence import InputsBlock
 from stagewatch.monitor.blame import blame
 from stagewatch.monitor.checks.base import Finding, Phase
@@ -17,22 +15,11 @@ def previous_broadcast(window: InputsWindow, row: int, history: History) -> tupl
     block = window.blocks[-1]
     step = int(window.steps[window.locate(row)[0]])
     request, generation = int(block.request[row]), int(block.generation[row])
-    within = _previous_in(window, row, request, generation, step)
-    seen = within or history.previous(request, generation, step)
-    if seen is None:
-        return None
+    seen = history.previous(request, generation, step)
+    if seen is None or not history.complete(seen.step, step):
+        return None  # a step in between is unknown: what was sent at it would be the row's last broadcast
     sent = history.sent(seen.step, request)
     return (seen, sent) if sent is not None and sent.num_sampled > 0 else None
-
-
-def _previous_in(window: InputsWindow, row: int, request: int, generation: int, step: int) -> Seen | None:
-    block = window.blocks[-1]
-    same = (block.request[:row] == np.uint64(request)) & (block.generation[:row] == generation)
-    for earlier in np.flatnonzero(same)[::-1]:
-        found = int(window.steps[window.locate(int(earlier))[0]])
-        if found < step:
-            return Seen(window, int(earlier), found)
-    return None
 
 
 def difference(
