@@ -44,8 +44,8 @@ class LabRecorder:
         self._step = 0
         self._keys: list[U64] = []
         """Request of each row of the current batch, per rank."""
-        self._keys_received: dict[int, list[U64]] = {}
-        """The same of broadcasts received and not yet consumed, per step: their slots may change hands meanwhile."""
+        self._keys_sent: dict[int, list[U64]] = {}
+        """The same of steps not yet consumed, by ordinal: their slots may change hands meanwhile."""
 
     def bound(self, request: NewRequest, slots: I32, generation: I32) -> None:
         length = len(request.tokens)
@@ -62,6 +62,8 @@ class LabRecorder:
         began = time.perf_counter_ns()
         self._step += 1
         self._keys = [probe.keys_of(batch.slots[i]) for i, probe in enumerate(self.probes)]
+        if self._earlier:
+            self._keys_sent[self._step] = self._keys
         prefilling = batch.prefilling.view(np.uint8)
         planned = spec_tokens.tolist()
         for i, probe in enumerate(self.probes):
@@ -109,15 +111,14 @@ class LabRecorder:
 
     def received(self, pending: Pending) -> None:
         began = time.perf_counter_ns()
-        keys = [self._keys[i] for i in self._earlier]
-        self._keys_received[pending.step] = keys
+        keys = self._keys_sent[pending.step]
         applied = pending.mask.view(np.uint8)
         for position, i in enumerate(self._earlier):
             generation = pending.generation[position]
             body = self._payload(
-                pending.sampled,
+                pending.payload,
                 position,
-                keys[position],
+                keys[i],
                 pending.slots[position],
                 generation,
                 generation,
@@ -128,13 +129,13 @@ class LabRecorder:
 
     def consumed(self, pending: Pending, at: int, generation_now: I32, applied: Bool) -> None:
         began = time.perf_counter_ns()
-        keys = self._keys_received.pop(pending.step)
+        keys = self._keys_sent.pop(pending.step)
         written = applied.view(np.uint8)
         for position, i in enumerate(self._earlier):
             body = self._payload(
-                pending.sampled,
+                pending.payload,
                 position,
-                keys[position],
+                keys[i],
                 pending.slots[position],
                 pending.generation[position],
                 generation_now[position],
@@ -146,6 +147,7 @@ class LabRecorder:
 
     def skipped(self, batch: InputBatch) -> None:
         """The step broadcasts nothing, because no rank's mask has a row set."""
+        self._keys_sent.pop(self._step, None)
         nothing = np.zeros((batch.rows, 0), np.int32)
         zeros = np.zeros(batch.rows, np.int32)
         for i, probe in enumerate(self.probes):

@@ -74,7 +74,7 @@ def prepare_inputs(states: RequestStates, order: SchedulerOutput, slots: I32, mi
     row_end = np.cumsum(scheduled, dtype=np.int64)
     token_row = np.repeat(np.arange(len(scheduled)), scheduled)
     column = np.arange(len(token_row)) - (row_end - scheduled)[token_row]
-    positions = (computed[:, token_row] + column).astype(np.int32)
+    positions = computed.take(token_row, axis=1) + column.astype(np.int32)
     decoding = computed + scheduled > prefill_len
     input_ids = _input_ids(states, flat, decoding, last_sampled, draft_tokens, positions, token_row, column)
     return InputBatch(

@@ -7,7 +7,7 @@ to be found. `faults` lists them all by name.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ class Where(StrEnum):
     REPLICA = "last data-parallel replica"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One collective or point-to-point call that a rank is about to make."""
 
     group: str

@@ -1,6 +1,5 @@
 """Faults between ranks of a group, and of the scheduler above them; last, two that leave all ranks agreed."""
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -179,7 +178,7 @@ class WidthMismatch(_CallFault):
         first = next((i for i, call in enumerate(calls) if call.group == "pp_broadcast"), None)
         if first is None or block.order.draft_count.any():
             return calls
-        return [*calls[:first], replace(calls[first], numel=len(block.order.handles)), *calls[first + 1 :]]
+        return [*calls[:first], calls[first]._replace(numel=len(block.order.handles)), *calls[first + 1 :]]
 
 
 class OpDropped(_CallFault):
@@ -227,7 +226,7 @@ class SizeMismatch(_CallFault):
         gather = next((i for i, call in enumerate(calls) if call.op == "all_gather"), None)
         if gather is None:
             return calls
-        fewer = replace(calls[gather], numel=calls[gather].numel // rows * (rows - 1))
+        fewer = calls[gather]._replace(numel=calls[gather].numel // rows * (rows - 1))
         return [*calls[:gather], fewer, *calls[gather + 1 :]]
 
 

@@ -75,13 +75,13 @@ class DraftsNotRelayed(Fault):
         return False
 
     def received(self, block: Block, pending: Pending) -> None:
-        ranks = self.strikes(block, block.step) if self.plan.rank is not None else None
-        if ranks is None or not pending.sampled.drafts.shape[2]:
+        ranks = self.strikes(block, pending.step) if self.plan.rank is not None else None
+        if ranks is None or not pending.payload.drafts.shape[2]:
             return
         struck = ranks[block.earlier]
-        pending.sampled.drafts[struck] = 0
+        pending.payload.drafts[struck] = 0
         rows = pending.mask & struck[:, None]
-        self.did_rows(block, block.step, pending.handles, rows, [block.ranks[i] for i in block.earlier])
+        self.did_rows(block, pending.step, pending.handles, rows, [block.ranks[i] for i in block.earlier])
 
 
 class RejectionNotSubtracted(StageFault):
@@ -96,7 +96,7 @@ class RejectionNotSubtracted(StageFault):
     _now: Bool | None = None
 
     def consuming(self, block: Block, pending: Pending, applied: Bool) -> Bool:
-        self._now = self.struck_rows(block, applied & (pending.sampled.num_rejected > 0))
+        self._now = self.struck_rows(block, applied & (pending.payload.num_rejected > 0))
         if self._now is not None:
             self.note(block, pending.handles, self._now)
         return applied
@@ -139,7 +139,7 @@ class PayloadAltered(StageFault):
         struck = self.struck_rows(block, applied)
         if struck is not None:
             rank, row = np.nonzero(struck)
-            sampled = pending.sampled = pending.sampled.copy()
+            sampled = pending.sampled = pending.payload.copy()
             column = np.clip(sampled.num_sampled[rank, row], 1, sampled.tokens.shape[2]) - 1
             sampled.tokens[rank, row, column] ^= 1
             self.note(block, pending.handles, struck)
@@ -158,9 +158,9 @@ class BufferOverwritten(StageFault):
     def consuming(self, block: Block, pending: Pending, applied: Bool) -> Bool:
         struck = self.struck_rows(block, applied)
         if struck is not None:
-            pending.sampled = pending.sampled.copy()
-            pending.sampled.num_sampled[struck] = 1 << 20
-            pending.sampled.tokens[struck] = 0x5A5A5A5A
+            pending.sampled = pending.payload.copy()
+            pending.payload.num_sampled[struck] = 1 << 20
+            pending.payload.tokens[struck] = 0x5A5A5A5A
             self.note(block, pending.handles, struck)
         return applied
 
@@ -199,15 +199,15 @@ class FirstColumnOnly(Fault):
     LEAST_SPEC_TOKENS = 1
 
     def received(self, block: Block, pending: Pending) -> None:
-        ranks = self.strikes(block, block.step)
-        sampled = pending.sampled
+        ranks = self.strikes(block, pending.step)
+        sampled = pending.payload
         if ranks is None:
             return
         struck = ranks[block.earlier][:, None] & (sampled.num_sampled > 1) & pending.mask
         if struck.any():
             sampled.num_rejected[struck] += sampled.num_sampled[struck] - 1
             sampled.num_sampled[struck] = 1
-            self.did_rows(block, block.step, pending.handles, struck, [block.ranks[i] for i in block.earlier])
+            self.did_rows(block, pending.step, pending.handles, struck, [block.ranks[i] for i in block.earlier])
 
 
 class TokensAtWrongOffset(StageFault):
@@ -222,7 +222,7 @@ class TokensAtWrongOffset(StageFault):
     _now: Bool | None = None
 
     def consuming(self, block: Block, pending: Pending, applied: Bool) -> Bool:
-        self._now = self.struck_rows(block, applied & (pending.sampled.num_sampled > 1))
+        self._now = self.struck_rows(block, applied & (pending.payload.num_sampled > 1))
         if self._now is not None:
             self.note(block, pending.handles, self._now)
         return applied
@@ -244,10 +244,10 @@ class PlaceholderNotOverwritten(StageFault):
     LEAST_SPEC_TOKENS = 1
 
     def consuming(self, block: Block, pending: Pending, applied: Bool) -> Bool:
-        struck = self.struck_rows(block, applied) if pending.sampled.drafts.shape[2] else None
+        struck = self.struck_rows(block, applied) if pending.payload.drafts.shape[2] else None
         if struck is not None:
-            pending.sampled = pending.sampled.copy()
-            pending.sampled.drafts[struck] = -1
+            pending.sampled = pending.payload.copy()
+            pending.payload.drafts[struck] = -1
             self.note(block, pending.handles, struck)
         return applied
 
@@ -267,11 +267,11 @@ class MirrorInflates(StageFault):
         self._excess: I32 | None = None
 
     def consuming(self, block: Block, pending: Pending, applied: Bool) -> Bool:
-        struck = self.struck_rows(block, applied & (pending.sampled.num_rejected > 0))
+        struck = self.struck_rows(block, applied & (pending.payload.num_rejected > 0))
         if struck is not None:
             excess = self._excess_of(block)
             position, row = np.nonzero(struck)
-            added = pending.sampled.num_rejected[position, row]
+            added = pending.payload.num_rejected[position, row]
             excess[block.earlier[position], pending.handles[row]] += added
             self.note(block, pending.handles, struck)
         return applied

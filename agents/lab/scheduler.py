@@ -35,8 +35,8 @@ class SchedulerConfig:
     """Most prefill tokens of one request in one step."""
     max_model_len: int = 512
     block_size: int = 16
-    blocks: int = 1 << 20
-    """KV cache blocks; a small number forces preemption."""
+    blocks: int = 0
+    """KV cache blocks; a small number forces preemption, 0 is more than enough."""
     preempt_probability: float = 0.0
     """Chance per iteration that the youngest running request is preempted, whatever the cache holds."""
     variable_spec: bool = False
@@ -173,13 +173,13 @@ class Scheduler:
         while True:
             order = self._order
             granted = self._wanted(order, tick)
-            needed = np.cumsum(self._blocks_needed(order, granted))
-            if not len(order) or needed[-1] <= self._blocks_free:
+            if not self.config.blocks or not len(order):
+                return order, granted, short
+            if self._blocks_needed(order, granted).sum() <= self._blocks_free:
                 break
             short = True
             self._preempt_youngest()
-        if len(order):
-            self._take_blocks(order, granted)
+        self._take_blocks(order, granted)
         return order, granted, short
 
     def _wanted(self, order: I32, tick: int) -> I32:
@@ -221,12 +221,12 @@ class Scheduler:
             tokens = np.concatenate([waiting.prompt, np.array(waiting.outputs, np.int32)])
             start = len(tokens) if remote else waiting.request.cached if fresh else 0
             grant = 1 if remote else min(len(tokens) - start, self.config.chunk_max, budget)
-            if -(-(start + grant) // size) > self._blocks_free:
+            if self.config.blocks and -(-(start + grant) // size) > self._blocks_free:
                 break
             self._waiting.popleft()
             new.append(self._seat(waiting, tokens, start, remote))
-            handle = np.array([new[-1].handle], np.int32)
-            self._take_blocks(handle, np.array([grant], np.int32))
+            if self.config.blocks:
+                self._take_blocks(np.array([new[-1].handle], np.int32), np.array([grant], np.int32))
             grants.append(grant)
             budget -= grant
         if not new:

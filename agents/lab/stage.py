@@ -11,6 +11,7 @@ have passed to another request; the generation noted at receive tells.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -55,7 +56,17 @@ class Pending:
     flat: I64
     generation: I32
     mask: Bool
-    sampled: Sampled
+    sampled: Sampled | None
+    """None while the broadcast is still under way."""
+    wait: Callable[[], Sampled] | None = None
+    """Waits for a broadcast under way; asked once, before it is consumed."""
+
+    @property
+    def payload(self) -> Sampled:
+        """What was received; ValueError while the broadcast is under way."""
+        if self.sampled is None:
+            raise ValueError(f"the broadcast of step {self.step} has not arrived")
+        return self.sampled
 
 
 class Recorder(Protocol):
@@ -171,15 +182,24 @@ class Block:
             generation = self.states.generation.reshape(-1)[self.states.flat(slots[:, None])[:, 0]]
             self.recorder.bound(request, slots, generation)
 
+    def _arrive(self, pending: Pending) -> None:
+        if pending.wait is not None:
+            pending.sampled = pending.wait()
+        self.fault.received(self, pending)
+        if self.recorder:
+            self.recorder.received(pending)
+
     def _consume(self, pending: Pending) -> None:
         states = self.states
+        if pending.sampled is None:
+            self._arrive(pending)
         generation_now = states.generation.reshape(-1)[pending.flat]
         # A slot that was released since belongs to another request, which must not get this update.
         applied: Bool = pending.mask & (generation_now == pending.generation)
         applied = self.fault.consuming(self, pending, applied)
         if self.recorder:
             self.recorder.consumed(pending, self.step + 1, generation_now, applied)
-        sampled = pending.sampled
+        sampled = pending.payload
         width = sampled.tokens.shape[2]
         flat = pending.flat[applied]
         num_sampled = sampled.num_sampled[applied]
@@ -272,27 +292,33 @@ class Block:
             self.recorder.sent(batch, self._mask, sending)
         return sending
 
-    def receive(self, batch: InputBatch, sampled: Sampled | None) -> None:
-        """Earlier stages: queue what was broadcast (None: nothing was) and advance optimistically.
+    def receive(self, batch: InputBatch, sampled: Sampled | Callable[[], Sampled] | None) -> None:
+        """Earlier stages: queue what was broadcast and advance optimistically.
 
-        The last stage calls it with None, to keep its FIFO in step.
+        ``sampled`` is what was received, or a function that waits for it, or None where nothing is broadcast. The
+        last stage calls it with None, to keep its FIFO in step.
         """
         if self.recorder and not self._mask.any():
             self.recorder.skipped(batch)
-        if len(self.earlier):
-            earlier = self.earlier
-            flat = batch.flat[earlier]
-            if sampled is not None:
-                mask = self._mask[earlier]
-                slots, generation = batch.slots[earlier], batch.generation[earlier]
-                pending = Pending(self.step, batch.handles, slots, flat, generation, mask, sampled)
-                self.fault.received(self, pending)
-                if self.recorder:
-                    self.recorder.received(pending)
-                self._pending.append(pending)
-            self.states.computed.reshape(-1)[flat] += batch.scheduled
-        if not len(self.earlier) or sampled is None:
+        earlier = self.earlier
+        flat = batch.flat[earlier]
+        self.states.computed.reshape(-1)[flat] += batch.scheduled
+        if not len(earlier) or sampled is None:
             self._pending.append(None)
+            return
+        columns = self.step, batch.handles, batch.slots[earlier], flat, batch.generation[earlier], self._mask[earlier]
+        if callable(sampled):
+            self._pending.append(Pending(*columns, None, sampled))
+        else:
+            arrived = Pending(*columns, sampled)
+            self._pending.append(arrived)
+            self._arrive(arrived)
+
+    def finish(self) -> None:
+        """Wait for broadcasts under way, so that nobody is left sending."""
+        for pending in self._pending:
+            if pending is not None and pending.sampled is None:
+                self._arrive(pending)
 
     def result(self, sampled: Sampled) -> StepResult:
         """What the scheduler learns: the first of the last stage's ranks speaks for all."""

@@ -1,7 +1,8 @@
 """Requests: a seeded stream of them, with everything benign that can happen to a request."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -46,42 +47,54 @@ class Workload:
 
     def draw(self, seed: int, vocab_size: int, prefix: str = "") -> Iterator[Request]:
         """The requests of ``seed``, in order of arrival; the same for the same arguments. Ids begin with ``prefix``."""
-        rng = np.random.default_rng([seed, 0x10AD])
+        arrivals = np.random.default_rng([seed, 0xA771])
+        bodies = self._bodies(np.random.default_rng([seed, 0x10AD]), vocab_size, prefix)
         arrives = 0
         drawn = 0
         while drawn < self.requests:
             burst = self.burst_every and arrives % self.burst_every == self.burst_every - 1
-            count = int(rng.poisson(self.arrivals_per_iteration * (20 if burst else 1)))
+            count = int(arrivals.poisson(self.arrivals_per_iteration * (20 if burst else 1)))
             for _ in range(min(count, self.requests - drawn)):
-                yield self._one(rng, f"{prefix}r{drawn}", arrives, vocab_size)
+                yield next(bodies)(arrives)
                 drawn += 1
             arrives += 1
 
-    def _one(self, rng: np.random.Generator, name: str, arrives: int, vocab_size: int) -> Request:
-        length = int(rng.integers(self.prompt_len[0], self.prompt_len[1] + 1))
-        low, high = self.max_tokens
-        chance = rng.random(4)
-        max_tokens = int(rng.integers(low, high + 1))
-        remote = bool(chance[2] < self.remote_probability) and max_tokens > 1
-        cached = int(rng.integers(0, length)) if chance[1] < self.cached_probability else 0
-        more: tuple[I32, ...] = ()
-        if chance[3] < self.streaming_probability:
-            more = tuple(_tokens(rng, int(rng.integers(1, 12)), vocab_size) for _ in range(int(rng.integers(1, 3))))
+    def _bodies(self, rng: np.random.Generator, vocab_size: int, prefix: str) -> Iterator[Callable[[int], Request]]:
+        # Drawn many at a time: one call of the generator costs as much as a whole row of a step.
+        number = 0
+        while True:
+            lengths = rng.integers(self.prompt_len[0], self.prompt_len[1] + 1, _AT_ONCE).tolist()
+            max_tokens = rng.integers(self.max_tokens[0], self.max_tokens[1] + 1, _AT_ONCE).tolist()
+            tokens = rng.integers(FIRST_TOKEN, vocab_size, sum(lengths) + 24 * _AT_ONCE, dtype=np.int32)
+            shares = rng.random((_AT_ONCE, 5)).tolist()
+            first = 0
+            for length, most, share in zip(lengths, max_tokens, shares, strict=True):
+                prompt, more = tokens[first : first + length], tokens[first + length : first + length + 24]
+                first += length + 24
+                yield partial(self._one, f"{prefix}r{number}", prompt, most, share, more)
+                number += 1
+
+    def _one(
+        self, name: str, prompt: I32, max_tokens: int, share: list[float], more: I32, arrives: int
+    ) -> Request:
+        aborts, caches, remote, streams, which = share
+        is_remote = remote < self.remote_probability and max_tokens > 1
+        turns: tuple[I32, ...] = ()
+        if streams < self.streaming_probability:
+            turns = (more[: 1 + int(which * 11)],) if which < 0.5 else (more[:7], more[7 : 8 + int(which * 11)])
         return Request(
             request_id=name,
-            prompt=_tokens(rng, length, vocab_size),
+            prompt=prompt,
             max_tokens=max_tokens,
             arrives=arrives,
-            abort_after=int(rng.integers(1, 30)) if chance[0] < self.abort_probability else -1,
-            cached=0 if remote else cached,
-            remote_prefill=remote,
-            more_input=more,
+            abort_after=1 + int(which * 29) if aborts < self.abort_probability else -1,
+            cached=int(which * len(prompt)) if caches < self.cached_probability and not is_remote else 0,
+            remote_prefill=is_remote,
+            more_input=turns,
         )
 
 
+_AT_ONCE = 256
+
 FIRST_TOKEN = 8
 """Smallest token a prompt holds: those below are kept for stops and for the zeros of empty tables."""
-
-
-def _tokens(rng: np.random.Generator, count: int, vocab_size: int) -> I32:
-    return rng.integers(FIRST_TOKEN, vocab_size, count, dtype=np.int32)

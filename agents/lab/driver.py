@@ -1,0 +1,228 @@
+"""The lab's engine core: a process that forks the ranks, schedules for them, and reports as JSON lines on its stdout.
+
+    python -m stagewatch.agents.lab.driver < CONFIG.json
+
+torch is imported once, here, and the ranks are forked from it. They end with their driver: its death closes their
+pipes. One rank's death ends the run. Lines are `Started`, then `Progress` as it comes, then `Ended`.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import msgspec
+
+from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.identity import Rank
+from stagewatch.agents.lab.batch import dummy_order
+from stagewatch.agents.lab.config import LabConfig
+from stagewatch.agents.lab.fault import Injection
+from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.messages import Output, StepResult
+from stagewatch.agents.lab.scheduler import LabError, Scheduler
+from stagewatch.agents.lab.worker import Farewell, run_rank
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have been forked."""
+
+    instance: str
+    pids: dict[str, int]
+    """Process of each rank, by its name as in ``dp0.pp1.tp0``."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A request finished, or goes on."""
+
+    tick: int
+    output: Output
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The run is over."""
+
+    error: str
+    """Empty if it came to its end."""
+    steps: int
+    ticks: int
+    preemptions: int
+    exit_codes: dict[str, int]
+    injections: list[Injection]
+
+
+Event = Started | Progress | Ended
+
+
+class Driver:
+    """Runs one `LabConfig` to its end."""
+
+    def __init__(self, config: LabConfig) -> None:
+        self._config = config
+        self._fault = make_fault(config.fault, config.sizes, config.spec_tokens)
+        if config.fault is not None and self._fault.SIMULATOR_ONLY:
+            raise LabError(f"fault {config.fault.name} can only be put into the simulator")
+        if config.layers % config.pp:
+            raise LabError(f"{config.layers} layers do not divide into {config.pp} stages: choose a multiple")
+        requests = config.workload.draw(config.seed, config.vocab_size)
+        self._scheduler = Scheduler(config.scheduler_config(), requests, self._fault)
+        self._ranks = [Rank(0, pp, tp) for pp in range(config.pp) for tp in range(config.tp)]
+        self._processes: list[ForkProcess] = []
+        self._pipes: list[Connection] = []
+        self._farewells: list[Farewell] = []
+        self._stopping = False
+
+    def run(self) -> Ended:
+        """Fork, drive, and join the ranks; emit every event but the last, which is returned."""
+        error = ""
+        with tempfile.TemporaryDirectory(prefix="stagewatch-lab-") as directory:
+            try:
+                self._fork(Path(directory) / "store")
+                self._drive()
+                self._stop()
+            except LabError as found:
+                error = str(found)
+            finally:
+                codes = self._end_all()
+        injections = [*self._fault.injections, *(one for word in self._farewells for one in word.injections)]
+        steps = max((word.steps for word in self._farewells), default=0)
+        return Ended(error, steps, self._scheduler.tick, self._scheduler.preemptions, codes, injections)
+
+    def _fork(self, store: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        started_ns = time.time_ns()
+        for rank in self._ranks:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(self._config, rank, store, theirs, [*self._pipes, ours], started_ns)
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        pids = {str(rank): process.pid or 0 for rank, process in zip(self._ranks, self._processes, strict=True)}
+        emit(Started(self._config.instance, pids))
+
+    def _drive(self) -> None:
+        config, scheduler = self._config, self._scheduler
+        results = self._pipes[(config.pp - 1) * config.tp]
+        in_flight: deque[bool] = deque()
+        drained = 0
+        while drained <= config.pp:
+            drained = drained + 1 if scheduler.idle else 0
+            order = scheduler.schedule()
+            for rank, pipe in enumerate(self._pipes):
+                self._send(rank, pipe, order)
+            in_flight.append(len(order.handles) > 0)
+            while len(in_flight) > (0 if scheduler.idle else config.pp):
+                scheduler.update(self._result(results) if in_flight.popleft() else None)
+            self._report()
+            if config.step_sleep_ms:
+                time.sleep(config.step_sleep_ms / 1e3)
+
+    def _send(self, rank: int, pipe: Connection, message: object) -> None:
+        try:
+            pipe.send(message)
+        except OSError:
+            raise LabError(self._obituary(rank)) from None
+
+    def _result(self, pipe: Connection) -> StepResult:
+        """The next result; LabError as soon as any rank is gone."""
+        sentinels = [process.sentinel for process in self._processes]
+        while not pipe.poll():
+            for found in wait([pipe, *sentinels]):
+                if isinstance(found, int):
+                    raise LabError(self._obituary(sentinels.index(found)))
+        try:
+            result = pipe.recv()
+        except EOFError:
+            raise LabError(self._obituary((self._config.pp - 1) * self._config.tp)) from None
+        if not isinstance(result, StepResult):
+            raise LabError(f"the last stage answered {type(result).__name__} instead of a step's result")
+        return result
+
+    def _obituary(self, index: int) -> str:
+        process = self._processes[index]
+        process.join(5)
+        code = process.exitcode
+        how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        return f"rank {self._ranks[index]} {how}: the run is over"
+
+    def _report(self) -> None:
+        scheduler = self._scheduler
+        every = self._config.stream_every
+        if every and scheduler.tick % every == 0:
+            for output in scheduler.progress():
+                emit(Progress(scheduler.tick, output))
+        for output in scheduler.take_outputs():
+            emit(Progress(scheduler.tick, output))
+
+    def _stop(self) -> None:
+        order = dataclasses.replace(dummy_order(0), stop=True)
+        for rank, pipe in enumerate(self._pipes):
+            self._send(rank, pipe, order)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                word = pipe.recv()
+            except EOFError:
+                raise LabError(self._obituary(rank)) from None
+            if isinstance(word, Farewell):
+                self._farewells.append(word)
+
+    def _end_all(self) -> dict[str, int]:
+        """Wait for the ranks, after an error not for long; return their exit statuses."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10 if len(self._farewells) == len(self._processes) else 0.2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return {str(rank): process.exitcode or 0 for rank, process in zip(self._ranks, self._processes, strict=False)}
+
+
+def _rank_main(
+    config: LabConfig, rank: Rank, store: Path, pipe: Connection, others: list[Connection], started_ns: int
+) -> None:
+    for other in others:
+        # A copy of the driver's end would keep this pipe open after the driver is gone.
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run_rank(config, rank, store, pipe, started_ns)
+    except EOFError:
+        os._exit(3)  # the driver is gone
+    except Exception:  # noqa: BLE001  # whatever ended it is the run's end: say it and go
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def emit(event: Event) -> None:
+    """Write one event to stdout."""
+    sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Read a `LabConfig` from stdin and run it. 0: it came to its end; 1: a rank died; 2: it cannot be run."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        ended = Driver(msgspec.json.decode(sys.stdin.buffer.read(), type=LabConfig)).run()
+    except (StagewatchError, msgspec.MsgspecError) as error:
+        emit(Ended(str(error), 0, 0, 0, {}, []))
+        return 2
+    emit(ended)
+    return 1 if ended.error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

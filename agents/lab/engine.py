@@ -1,0 +1,156 @@
+"""The multi-process lab, from outside: start it, watch its outputs, wait for it, stop it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Final
+
+import msgspec
+
+from stagewatch.agents.identity import Rank
+from stagewatch.agents.lab.config import LabConfig
+from stagewatch.agents.lab.driver import Ended, Event, Progress, Started
+from stagewatch.agents.lab.fault import Injection
+from stagewatch.agents.lab.messages import Output
+from stagewatch.agents.lab.scheduler import LabError
+
+__all__ = ["Lab", "LabConfig", "LabError", "LabResult", "run_lab", "start_lab"]
+
+
+@dataclass(frozen=True, slots=True)
+class LabResult:
+    """A finished run."""
+
+    instance: str
+    outputs: dict[str, Output]
+    """Finished requests by id."""
+    exit_codes: dict[str, int]
+    """Of each rank, by its name as in ``dp0.pp1.tp0``; negative: the signal that ended it."""
+    error: str
+    """Why the run ended before its time; empty if it did not."""
+    steps: int
+    """Batches executed, by the ranks' own count."""
+    preemptions: int
+    injections: list[Injection] = field(default_factory=list)
+    """What the fault did, on every rank."""
+
+
+class Lab:
+    """A running lab. It is a process group of its own, which `stop` ends whole."""
+
+    def __init__(self, config: LabConfig, on_output: Callable[[int, Output], None] | None = None) -> None:
+        self.config: Final = config
+        self._on_output = on_output
+        self._lock = threading.Lock()
+        self._outputs: dict[str, Output] = {}
+        self._fresh: list[Output] = []
+        self._pids: dict[str, int] = {}
+        self._ended: Ended | None = None
+        self._started = threading.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stagewatch.agents.lab.driver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise LabError("the lab's driver has no pipes")
+        stdin.write(msgspec.json.encode(config))
+        stdin.close()
+        self._reader = threading.Thread(target=self._read, args=(stdout,), daemon=True)
+        self._reader.start()
+
+    def pids(self, timeout_s: float = 60.0) -> dict[Rank, int]:
+        """Process of each rank, once they exist. Raises LabError if they do not within ``timeout_s``."""
+        if not self._started.wait(timeout_s) or not self._pids:
+            raise LabError(f"the lab did not start within {timeout_s:g} s: see its stderr")
+        return {_rank(name): pid for name, pid in self._pids.items()}
+
+    def poll(self) -> list[Output]:
+        """Outputs reported since the last call: finished requests, and running ones every `stream_every` iterations."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+        return fresh
+
+    @property
+    def running(self) -> bool:
+        """Whether the lab has not ended yet."""
+        return self._process.poll() is None
+
+    def wait(self, timeout_s: float | None = None) -> LabResult:
+        """Wait for the end. Raises LabError if it is not reached within ``timeout_s``; the lab then runs on."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LabError(f"the lab is still running after {timeout_s:g} s: wait longer or stop it") from None
+        self._reader.join(10)
+        ended = self._ended or Ended(f"the lab's driver ended with status {code}", 0, 0, 0, {}, [])
+        return LabResult(
+            self.config.instance,
+            dict(self._outputs),
+            ended.exit_codes,
+            ended.error,
+            ended.steps,
+            ended.preemptions,
+            ended.injections,
+        )
+
+    def stop(self) -> None:
+        """End every process of the lab, at once. Harmless when it has ended."""
+        # The group outlives its leader for as long as a rank does, and nobody else can be given its number meanwhile.
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._reader.join(10)
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _read(self, stdout: IO[bytes]) -> None:
+        decoder = msgspec.json.Decoder(Event)
+        for line in stdout:
+            event = decoder.decode(line)
+            if isinstance(event, Started):
+                self._pids = event.pids
+                self._started.set()
+            elif isinstance(event, Progress):
+                self._take(event)
+            else:
+                self._ended = event
+        self._started.set()
+
+    def _take(self, event: Progress) -> None:
+        output = event.output
+        with self._lock:
+            self._fresh.append(output)
+            if output.finished:
+                self._outputs[output.request_id] = output
+        if self._on_output is not None:
+            self._on_output(event.tick, output)
+
+
+def start_lab(config: LabConfig, on_output: Callable[[int, Output], None] | None = None) -> Lab:
+    """Start a lab and return at once. ``on_output(tick, output)`` is called from a thread as outputs come."""
+    return Lab(config, on_output)
+
+
+def run_lab(config: LabConfig, timeout_s: float = 120.0) -> LabResult:
+    """Run a lab to its end. Raises LabError, and leaves no process behind, if that takes longer than ``timeout_s``."""
+    with start_lab(config) as lab:
+        return lab.wait(timeout_s)
+
+
+def _rank(name: str) -> Rank:
+    dp, pp, tp = (int(part[2:]) for part in name.split("."))
+    return Rank(dp, pp, tp)

@@ -1,0 +1,102 @@
+"""One rank of the lab as a process: takes orders from the driver's pipe, runs its stage, records."""
+
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from stagewatch.agents.arming import arm
+from stagewatch.agents.engines.lab import LabRecorder
+from stagewatch.agents.identity import Rank, Sizes
+from stagewatch.agents.lab.config import LabConfig
+from stagewatch.agents.lab.fault import Injection
+from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.integer_model import Vocabulary
+from stagewatch.agents.lab.messages import SchedulerOutput
+from stagewatch.agents.lab.model import ModelConfig, StageModel
+from stagewatch.agents.lab.simulator import BASE_FINGERPRINTS, lab_identity
+from stagewatch.agents.lab.stage import Block
+from stagewatch.agents.lab.transport import Transport
+from stagewatch.agents.probe import Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """A rank's last word to the driver."""
+
+    rank: Rank
+    steps: int
+    injections: tuple[Injection, ...]
+    probe_armed: bool
+
+
+def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, started_ns: int) -> None:
+    """The whole life of a rank's process. Raises whatever ends it before its time."""
+    torch.set_num_threads(1)
+    sizes = Sizes(1, config.pp, config.tp)
+    fault = make_fault(config.fault, sizes, config.spec_tokens)
+    probe: Probe | None = None
+    if config.probe is not None:
+        identity = lab_identity(
+            rank,
+            sizes,
+            deployment=config.probe.deployment,
+            instance=config.instance,
+            spec_tokens=config.spec_tokens,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            config=fault.fingerprints(rank, BASE_FINGERPRINTS, sizes),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_ns=started_ns,
+        )
+        probe = arm(identity, config.probe)
+    recorder = LabRecorder([probe], (rank,), config.pp) if probe is not None else None
+    block = Block(config.stage_config(), (rank,), fault, recorder)
+    vocabulary = Vocabulary(config.vocab_size, config.spec_tokens, config.seed, stops=False)
+    transport = Transport(store, rank, sizes, recorder, config.collective_timeout_s)
+    model_config = ModelConfig(
+        config.vocab_size, config.layers, config.seed, config.seats, config.max_model_len, config.context
+    )
+    model = StageModel(model_config, vocabulary, rank, sizes, transport.reduce, transport.gather)
+    worker = _Worker(block, model, transport, vocabulary, pipe if rank.pp == config.pp - 1 and rank.tp == 0 else None)
+    with torch.inference_mode():
+        while not (order := pipe.recv()).stop:
+            worker.iterate(order)
+        block.finish()
+    pipe.send(Farewell(rank, block.step, tuple(fault.injections), probe is not None and probe.armed))
+    if probe is not None:
+        probe.close()
+    transport.close()
+
+
+class _Worker:
+    def __init__(
+        self, block: Block, model: StageModel, transport: Transport, vocabulary: Vocabulary, results: Connection | None
+    ) -> None:
+        self._block, self._model, self._transport = block, model, transport
+        self._vocabulary, self._results = vocabulary, results
+
+    def iterate(self, order: SchedulerOutput) -> None:
+        """One iteration of this rank's engine loop."""
+        block, transport = self._block, self._transport
+        batch = block.begin(order)
+        if batch is None:
+            return
+        hidden = self._model.embed(batch) if self._model.first else transport.receive_hidden(batch)
+        hidden = self._model.forward(batch, hidden)
+        broadcasts = block.config.sizes.pp > 1 and bool(block.broadcasts[0])
+        if not self._model.last:
+            transport.send_hidden(hidden)
+            shape = batch.rows, block.width_sent(batch), block.drafts_sent(batch)
+            block.receive(batch, transport.receive_broadcast(*shape) if broadcasts else None)
+            return
+        sampled = block.verify(batch, self._model.sample(hidden), self._vocabulary.chain)
+        if broadcasts:
+            transport.broadcast(block.send(batch, sampled))
+        block.receive(batch, None)
+        if self._results is not None:
+            self._results.send(block.result(sampled))
