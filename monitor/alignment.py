@@ -135,7 +135,8 @@ class Aligner:
         """
         horizon = self._horizon(absent, final)
         masks_to = self._masks_horizon(horizon, final)
-        if horizon <= self.judged and masks_to <= self._judged_masks:
+        quiet = not any(lane.events for lane in self.lanes)
+        if horizon <= self.judged and masks_to <= self._judged_masks and quiet and not final:
             return None
         reasons: Counter[str] = Counter()
         # Payloads of a step are complete on a rank once it went on to the next.
@@ -161,7 +162,7 @@ class Aligner:
             received=self._same_steps(taken["received"], early),
             consumed=self._same_steps(taken["consumed"], early),
             unaligned=unaligned,
-            complete_to=horizon + 1 if final else horizon,
+            complete_to=horizon,
             incomplete_to=max(lane.incomplete_to for lane in self.lanes),
             events=events,
         )

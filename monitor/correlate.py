@@ -7,7 +7,7 @@ nothing about the cause, and only moves ``last_bad_step``.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -27,6 +27,7 @@ class _Open:
     generation: int
     critical_step: int
     """Step of the first critical finding; 0 before."""
+    absolved: bool
     told: set[tuple[str, Severity]]
     """What the chain says already: each check speaks once per severity."""
 
@@ -70,6 +71,7 @@ class Correlator:
                 self._opened(finding, context),
                 finding.generation,
                 _critical(finding),
+                finding.absolves,
                 {(finding.check, finding.severity)},
             )
             self._open[key] = found
@@ -113,6 +115,8 @@ class Correlator:
                 found.incident = msgspec.structs.replace(incident, last_bad_step=finding.step)
             return None
         raised = finding.severity > incident.severity
+        if found.absolved:
+            finding = replace(finding, blamed=())
         chain = incident.chain
         if (finding.check, finding.severity) not in found.told:
             found.told.add((finding.check, finding.severity))

@@ -13,6 +13,9 @@ STEPS_KEPT: Final = 512
 """Steps remembered. Must exceed the longest gap between two steps of a request that blame looks back over."""
 
 
+_SENT_COLUMNS: Final = ("num_sampled", "num_rejected", "tokens_digest", "draft_digest")
+
+
 @dataclass(frozen=True, slots=True)
 class SentRow:
     """What the last stage sent for one row."""
@@ -91,7 +94,7 @@ class History:
         return present == last - first + 1
 
     def sent(self, step: int, request: int) -> SentRow | None:
-        """What the last stage sent for a request at a step."""
+        """What the last stage sent for a request at a step; None if unknown or if its TP ranks disagree."""
         for window in reversed(self._sent):
             block = window.blocks[0]
             at = int(np.searchsorted(block.step, step))
@@ -102,6 +105,8 @@ class History:
             if not len(rows):
                 return None
             row = start + int(rows[0])
+            if any(len(set(window.values(column, row).tolist())) > 1 for column in _SENT_COLUMNS):
+                return None
             return SentRow(
                 step,
                 int(block.num_sampled[row]),

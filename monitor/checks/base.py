@@ -50,6 +50,8 @@ class Finding:
     fields: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     t_ns: int = 0
+    absolves: bool = False
+    """The cause lies with no rank that is found wrong later, or nobody can tell: the incident blames no one else."""
 
 
 @dataclass(frozen=True, slots=True)

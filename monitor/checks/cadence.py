@@ -67,6 +67,7 @@ class Cadence:
                 row=in_step,
                 ranks=group.numbers(chunk.inputs.indices),
                 fields=("cadence",),
+                absolves=True,
                 t_ns=int(block.t_ns[at]),
             )
         recent = samples & (tick > (int(tick.max()) if len(tick) else 0) - group.sizes.pp)

@@ -18,7 +18,7 @@ from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
 from stagewatch.monitor.windows import Group
 
-POINT_TO_POINT: Final = frozenset({"send", "receive"})
+POINT_TO_POINT: Final = frozenset({"send", "receive", "recv", "isend", "irecv"})
 """Operations whose two ends differ by nature."""
 WAITING_MAX: Final = 65_536
 
@@ -97,18 +97,42 @@ class CollectiveOrder:
             done[index] = []
             while waiting and waiting[0].step < chunk.complete_to:
                 entry = waiting.popleft()
-                comparable = entry.op not in POINT_TO_POINT and not entry.group.startswith("dp")
-                if comparable and entry.step > chunk.incomplete_to:
+                if _comparable(entry) and entry.step > chunk.incomplete_to:
                     done[index].append(entry)
         yield from compare(self.NAME, self.REMEDY, group, done)
+        yield from self._ahead(chunk, group)
+
+    def _ahead(self, chunk: Chunk, group: Group) -> Iterator[Finding]:
+        """Compare what ranks entered so far in steps that some have not left: the call may never return."""
+        steps = sorted({entry.step for waiting in self._waiting.values() for entry in waiting})
+        for step in steps:
+            if step < chunk.complete_to or step <= chunk.incomplete_to:
+                continue
+            here = {
+                index: [entry for entry in waiting if entry.step == step and _comparable(entry)]
+                for index, waiting in self._waiting.items()
+            }
+            yield from compare(self.NAME, self.REMEDY, group, here, entered_by_all=True)
 
 
-def compare(check: str, remedy: str, group: Group, done: dict[int, list[Entry]]) -> Iterator[Finding]:
-    """Findings for every communicator whose ranks' lists differ, at the first difference of each step."""
+def _comparable(entry: Entry) -> bool:
+    return entry.op not in POINT_TO_POINT and not entry.group.startswith("dp")
+
+
+def compare(
+    check: str, remedy: str, group: Group, done: dict[int, list[Entry]], *, entered_by_all: bool = False
+) -> Iterator[Finding]:
+    """Findings for every communicator whose ranks' lists differ, at the first difference of each step.
+
+    With ``entered_by_all`` only calls that every peer has entered are compared: the rest may yet come.
+    """
     names = {entry.group for mine in done.values() for entry in mine}
     for name in sorted(names):
         for indices in peers(group, name):
             lists = [[entry for entry in done.get(index, []) if entry.group == name] for index in indices]
+            if entered_by_all:
+                shortest = min(len(mine) for mine in lists)
+                lists = [mine[:shortest] for mine in lists]
             calls = [[(entry.step, entry.what, entry.numel) for entry in mine] for mine in lists]
             if all(mine == calls[0] for mine in calls[1:]):
                 continue

@@ -12,19 +12,24 @@ from stagewatch.monitor.windows import InputsWindow
 
 
 class PositionDrift:
-    """The device's count of computed tokens must be equal on all ranks once deferred updates are consumed."""
+    """Counts of computed tokens must be equal on all ranks once deferred updates are consumed."""
 
     NAME: ClassVar = "position-drift"
-    COMPARES: ClassVar = "the device's num_computed of every row, between all ranks"
-    EXCEPTIONS: ClassVar = "the host's mirror, which runs ahead by design while drafts are in flight"
+    COMPARES: ClassVar = (
+        "num_computed of every row, the device's and the host's mirror, each between all ranks"
+    )
+    EXCEPTIONS: ClassVar = (
+        "a mirror that leads its device's count: it runs ahead by design while drafts are in flight"
+    )
     REMEDY: ClassVar = (
         "The blamed rank did not subtract the rejected drafts of the row's last step, or subtracted them twice; it "
         "writes KV where no other rank looks. Restart the engine; report the first bad step with its evidence."
     )
 
     def differs(self, window: InputsWindow) -> NDArray[np.bool_] | None:
-        """Rows whose device count differs between ranks."""
-        return window.differing("computed")
+        """Rows of which ranks count differently."""
+        found = [rows for column in ("computed", "mirror") if (rows := window.differing(column)) is not None]
+        return np.logical_or.reduce(found) if found else None
 
     def explain(self, window: InputsWindow, row: int, history: History) -> Finding:
         """Blame whoever's count does not follow from its last step and the last stage's broadcast."""
@@ -35,15 +40,17 @@ class PositionDrift:
             before = set(seen.window.values("computed", seen.row).tolist())
             if len(before) == 1:
                 expected = int(before.pop()) + int(seen.reference.scheduled[seen.row]) - sent.num_rejected
-        values = window.values("computed", row)
-        drift = int(values.max()) - int(values.min())
+        device = set(window.values("computed", row).tolist())
+        where = "device" if len(device) > 1 else "host"
+        values = device if len(device) > 1 else set(window.values("mirror", row).tolist())
+        drift = max(values) - min(values)
         return difference(
             self.NAME,
             self.REMEDY,
             window,
             row,
-            (("num_computed", "computed"),),
+            (("num_computed", "computed"), ("num_computed_mirror", "mirror")),
             expected=expected,
             sampled=False,
-            text=f"device counts of computed tokens drift apart by {drift}",
+            text=f"{where} counts of computed tokens drift apart by {drift}",
         )

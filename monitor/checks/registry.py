@@ -21,11 +21,13 @@ from stagewatch.monitor.checks.rank_silent import RankSilent
 from stagewatch.monitor.checks.rank_unarmed import RankUnarmed
 from stagewatch.monitor.checks.slot_generation import SlotGeneration
 from stagewatch.monitor.checks.stall import Stall
+from stagewatch.monitor.checks.tp_disagreement import TpDisagreement
 from stagewatch.monitor.checks.value_range import ValueRange
 
 CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (
     BatchDisagreement,
     SlotGeneration,
+    TpDisagreement,
     PayloadMismatch,
     Cadence,
     PathChoice,

@@ -5,15 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from stagewatch.agents.evidence import EventBlock, InputsBlock, PayloadBlock
+from stagewatch.agents.evidence import EventBlock, PayloadBlock
 from stagewatch.agents.record import Kind
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
 from stagewatch.monitor.windows import Group
-
-_SLOT_BITS = 20
-"""Slots are below 2**20, as the probe enforces."""
 
 
 class SlotGeneration:
@@ -39,27 +36,15 @@ class SlotGeneration:
             yield from self._rebound(group, index, events)
         if chunk.consumed is None:
             return
-        by_index = (
-            {} if chunk.inputs is None else dict(zip(chunk.inputs.indices, chunk.inputs.blocks, strict=True))
-        )
         for index, block in zip(chunk.consumed.indices, chunk.consumed.blocks, strict=True):
-            yield from self._stale(group, index, block, by_index.get(index))
+            yield from self._stale(group, index, block)
 
-    def _stale(
-        self, group: Group, index: int, consumed: PayloadBlock, inputs: InputsBlock | None
-    ) -> Iterator[Finding]:
-        owner = _owners_at(consumed, inputs)
-        changed = (consumed.generation != consumed.generation_now) | (
-            (owner != 0) & (owner != consumed.request)
-        )
+    def _stale(self, group: Group, index: int, consumed: PayloadBlock) -> Iterator[Finding]:
         ends = np.cumsum(consumed.rows)
-        for row in np.flatnonzero((consumed.applied != 0) & changed):
+        for row in np.flatnonzero((consumed.applied != 0) & (consumed.generation != consumed.generation_now)):
             at = int(np.searchsorted(ends, row, side="right"))
             slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
             bound = self._owner.get((index, slot))
-            next_owner = int(owner[row]) or (
-                bound[1] if bound and bound[0] == now else int(consumed.request[row])
-            )
             rank = group.number(index)
             yield Finding(
                 check=self.NAME,
@@ -69,7 +54,8 @@ class SlotGeneration:
                 text=f"rank {rank} wrote the payload of step {int(consumed.step[at])} into slot {slot}, whose owner "
                 f"had changed (generation {int(consumed.generation[row])} when sent, {now} when written)",
                 remedy=self.REMEDY,
-                request=next_owner,
+                # The harmed one is the slot's next owner; where no bind is on record, the payload's own request.
+                request=bound[1] if bound and bound[0] == now else int(consumed.request[row]),
                 generation=now,
                 row=int(row),
                 ranks=(rank,),
@@ -106,19 +92,3 @@ class SlotGeneration:
                 fields=("req_idx_gen",),
                 t_ns=int(events.t_ns[i]),
             )
-
-
-def _owners_at(
-    consumed: PayloadBlock, inputs: InputsBlock | None
-) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Request that holds each consumed row's slot in the batch it was consumed before; 0 if not in that batch."""
-    owners = np.zeros(len(consumed.request), np.uint64)
-    if inputs is None or not len(inputs.request):
-        return owners
-    held = np.repeat(inputs.step, inputs.rows) << _SLOT_BITS | inputs.slot
-    order = np.argsort(held, kind="stable")
-    wanted = np.repeat(consumed.at, consumed.rows) << _SLOT_BITS | np.maximum(consumed.slot, 0)
-    place = np.minimum(np.searchsorted(held, wanted, sorter=order), len(held) - 1)
-    found = (held[order[place]] == wanted) & (consumed.slot >= 0)
-    owners[found] = inputs.request[order[place[found]]]
-    return owners
