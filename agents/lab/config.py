@@ -36,7 +36,7 @@ class LabConfig:
     vocab_size: int = 256
     layers: int = 12
     """A multiple of pp; 12 suits 1, 2, 3 and 4 stages."""
-    context: float = 2.2
+    context: float = 0.42
     step_sleep_ms: float = 0.0
     """Pause after each iteration: the demo's pace."""
     stream_every: int = 0

@@ -38,6 +38,9 @@ class Vocabulary:
         rng = np.random.default_rng([seed, 0x70C])
         self.size = size
         self.likely: I32 = rng.integers(FIRST_TOKEN, size, VOCAB_SIZE_MAX, dtype=np.int32)
+        # One long cycle through the vocabulary: a sound text does not repeat itself, so a repeating one stands out.
+        cycle = rng.permutation(np.arange(FIRST_TOKEN, size, dtype=np.int32))
+        self.likely[cycle] = np.roll(cycle, 1)
         self.chain: I32 = np.zeros((VOCAB_SIZE_MAX, drafts), np.int32)
         following = self.likely
         for position in range(drafts):

@@ -40,8 +40,8 @@ class ModelConfig:
     seed: int
     slots: int
     length_max: int
-    context: float = 2.2
-    """How much attention counts against the token itself: 0 never strays from the usual successor."""
+    context: float
+    """How much context counts against the token itself: 0 never strays from the usual successor."""
 
 
 class StageModel:
@@ -57,6 +57,7 @@ class StageModel:
         # Every rank draws all weights and keeps its own, so that no split changes the model.
         draw = torch.Generator().manual_seed(config.seed)
         embedding = torch.randn(config.vocab_size, DIM, generator=draw, dtype=DTYPE)
+        embedding *= DIM**0.5 / embedding.norm(dim=1, keepdim=True)
         per_stage = config.layers // sizes.pp
         heads = slice(rank.tp * HEADS // sizes.tp, (rank.tp + 1) * HEADS // sizes.tp)
         layers = [_Layer(draw, heads, config) for _ in range(config.layers)]
@@ -83,9 +84,7 @@ class StageModel:
         unseen = torch.from_numpy(back < 0)
         cells = torch.from_numpy(base + positions)
         for layer in self._layers:
-            change = layer.forward(hidden, cells, seen, unseen)
-            self._reduce(change)
-            hidden = hidden + change
+            hidden = hidden + layer.forward(hidden, cells, seen, unseen, self._reduce)
         return hidden
 
     def sample(self, hidden: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -95,25 +94,39 @@ class StageModel:
 
 
 class _Layer:
-    """Attention over a window of the row's own cache; this rank's heads only."""
+    """Attention over a window of the row's own cache, this rank's heads only; then a sine layer, this rank's units only.
 
-    def __init__(self, draw: torch.Generator, heads: slice, config: ModelConfig) -> None:
+    The sines make the change depend sharply on the token and what stood before it. It points to a random token
+    therefore, not to the same one for as long as the window is much the same.
+    """
+
+    def __init__(self, draw: torch.Generator, part: slice, config: ModelConfig) -> None:
         size = DIM // HEADS
         weights = torch.randn(4, HEADS, DIM, size, generator=draw, dtype=DTYPE) / DIM**0.5
-        query, key, value, out = weights[:, heads]
-        self._query, self._key, self._value = query, key, value
-        self._out = out.transpose(1, 2) * config.context
-        count = query.shape[0]
+        units = torch.randn(3, HEADS, DIM, DIM, generator=draw, dtype=DTYPE) / DIM**0.5
+        self._query, self._key, self._value, out = weights[:, part]
+        self._out = out.transpose(1, 2)
+        from_token, from_context, to_change = units[:, part]
+        self._from_token = 2.0 * from_token
+        self._from_context = 2.0 * from_context
+        self._to_change = config.context * to_change
         cells = config.slots * config.length_max
+        count = self._query.shape[0]
         self._keys = torch.zeros(count, cells, size, dtype=DTYPE)
         self._values = torch.zeros(count, cells, size, dtype=DTYPE)
         # Near tokens count more, whatever the position: answers depend on distances alone.
         self._decay = -0.5 * torch.arange(WINDOW, dtype=DTYPE)
 
-    def forward(self, hidden: Tensor, cells: Tensor, seen: Tensor, unseen: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cells: Tensor, seen: Tensor, unseen: Tensor, reduce: Reduce) -> Tensor:
+        """What this layer adds to ``hidden``, summed over tensor-parallel ranks."""
         self._keys[:, cells] = hidden @ self._key
         self._values[:, cells] = hidden @ self._value
         scores = ((hidden @ self._query).unsqueeze(2) * self._keys[:, seen]).sum(-1) / 4 + self._decay
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         mixed = (weights.unsqueeze(-1) * self._values[:, seen]).sum(2)
-        return (mixed @ self._out).sum(0)
+        context = (mixed @ self._out).sum(0)
+        reduce(context)
+        active = torch.sin(hidden @ self._from_token + context @ self._from_context)
+        change = (active @ self._to_change).sum(0)
+        reduce(change)
+        return change
