@@ -1,0 +1,70 @@
+# Everything runs in .venv, which `make setup` creates. `make help` lists the targets.
+#
+# PYTHON       interpreter to make .venv with (3.11 to 3.13)
+# TORCH        what to install as torch; the lab needs it, the rest does not
+# TORCH_INDEX  package index to take torch from, e.g. one that has the build for your accelerator
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup test test-slow test-vllm lint format docs demo bench soak clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(READY) ## create .venv with everything the tests and the demo need
+
+# torch comes first: what depends on it would otherwise choose a build of several gigabytes.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+		|| { echo "stagewatch needs Python 3.11 to 3.13: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) 2>/dev/null \
+		|| { apt-get update -qq && apt-get install -qq -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+	$(PIP) --upgrade pip
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) --editable '.[sidecar,monitor,lab,dev]'
+	mkdir -p build/src/stagewatch
+	for each in agents monitor dashboards; do ln -sfn ../../../$$each build/src/stagewatch/$$each; done
+	touch $@
+
+test: setup ## the default tests, under ten minutes
+	$(PYTEST)
+
+test-slow: setup ## longer tests: many seeds, many processes
+	$(PYTEST) -m slow --timeout 900
+
+test-vllm: setup ## the real vLLM engine on CPU, in an environment of its own
+	tests/vllm/setup_env.sh
+	$(PYTEST) -m vllm --timeout 900
+
+lint: setup ## formatting, lint, types, import contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	cd build/src && ../../$(BIN)/lint-imports --config ../../pyproject.toml
+
+format: setup ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup ## rewrite the parts of docs/ that are generated from the code
+	$(BIN)/python -m stagewatch.monitor.docs
+
+demo: setup ## watch a real pipeline desynchronise and be caught
+	$(BIN)/stagewatch demo
+
+bench: setup ## probe, collector and fault-to-alert figures, each beside a reference
+	$(BIN)/python tests/bench/run.py
+
+soak: setup ## ten million request-steps with every legitimate event: no incident
+	$(BIN)/python tests/checks/soak.py --request-steps 10000000
+
+clean: ## remove what the targets above made
+	rm -rf $(VENV) .venv-vllm* build *.egg-info .mypy_cache .ruff_cache .pytest_cache
