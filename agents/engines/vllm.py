@@ -15,6 +15,7 @@ from typing import Any, Final
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.staging import staging_for
 from stagewatch.agents.engines.vllm_hooks import RankHooks
+from stagewatch.agents.engines.vllm_hotfix import Hotfix, ballot_of
 from stagewatch.agents.engines.vllm_identity import identity_of
 from stagewatch.agents.engines.vllm_variants import WORKS_WITH, inspect_engine, load_engine
 from stagewatch.agents.errors import StagewatchError
@@ -120,8 +121,11 @@ def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeS
             distributed=distributed,
             pp_group=parallel_state.get_pp_group(),
         )
+        if settings.fixed_mask:
+            Hotfix(runner, pp_utils, finding, probe.note).prepare(lambda: ballot_of(distributed))
         hooks.install()
         _quieten(worker, hooks)
+        _close_with(worker, probe)
     except Exception as error:
         probe.disarm(f"arming failed: {type(error).__name__}: {error}")
         raise
@@ -146,6 +150,21 @@ def _quieten(worker: Any, hooks: RankHooks) -> None:
                 hooks.suspended = False
 
         setattr(worker, name, functools.wraps(original)(quiet))
+
+
+def _close_with(worker: Any, probe: Probe) -> None:
+    """Mark the ring as complete where the engine shuts ``worker`` down in good order."""
+    shutdown = getattr(worker, "shutdown", None)
+    if shutdown is None:
+        return
+
+    @functools.wraps(shutdown)
+    def closing(*args: Any, **kwargs: Any) -> Any:
+        if probe.armed:
+            probe.close()
+        return shutdown(*args, **kwargs)
+
+    worker.shutdown = closing
 
 
 class _Timer(threading.Thread):

@@ -7,7 +7,7 @@ runs in this process, so that requests arrive, and are aborted, at engine steps 
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -42,6 +42,8 @@ def _basic(tokens):
 SCENARIOS = {
     # Three greedy requests side by side.
     "basic": Scenario(_basic(40)),
+    # The same, arriving one by one: no batch of prefills alone has two rows.
+    "staggered": Scenario([replace(r, arrives=index) for index, r in enumerate(_basic(40))]),
     # Enough work to be killed in the middle of.
     "endless": Scenario(_basic(400)),
     # Chunked prefill, mixed batches, an abort, a slot taken again, and too few blocks for everybody.
