@@ -4,10 +4,12 @@ A frame is one msgpack message. Its columns travel as Arrow record batches witho
 both ends derive from the block types: one Arrow row per record, row columns as lists. The collector
 journals frames as they arrive, so this is the journal's format, too.
 
-Everything decoded here may be hostile: sizes are limited before memory is taken, Arrow's own full
-validation runs before a buffer is believed, and whatever is wrong is a FrameError.
+Everything decoded here may be hostile: sizes are limited before memory is taken, compressed buffers are not
+taken at all, Arrow's own full validation runs before a buffer is believed, every list is compared with the row
+counts it should follow, and whatever is wrong is a FrameError.
 """
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar, cast, get_type_hints
@@ -15,16 +17,17 @@ from typing import Any, Final, TypeVar, cast, get_type_hints
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import (
-    PER_STEP_LISTS,
     Block,
     EventBlock,
     Evidence,
     InputsBlock,
     MaskBlock,
     PayloadBlock,
+    list_offsets,
 )
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import I32
@@ -158,12 +161,24 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
     if not 0 <= batch.first_seq <= batch.next_seq < 2**63 or not 0 <= batch.lost < 2**63:
         raise FrameError(f"frame covers records {batch.first_seq} to {batch.next_seq} with {batch.lost} lost")
     blocks = {name: _decode_block(_PARTS[name], name, data, limits) for name, data in batch.parts.items()}
+    _check_coverage(batch, blocks)
     return Evidence(
         batch.first_seq,
         batch.next_seq,
         batch.lost,
         **{name: blocks.get(name) for name in _PARTS},  # type: ignore[arg-type]  # each name has its own block type by _PARTS
     )
+
+
+def _check_coverage(batch: Batch, blocks: dict[str, Any]) -> None:
+    """A frame's records are numbered without gap or repetition; what was lost lies before them."""
+    seqs = np.sort(np.concatenate([np.zeros(0, np.int64), *(block.seq for block in blocks.values())]))
+    if not np.array_equal(seqs, np.arange(batch.first_seq, batch.first_seq + len(seqs))) or (
+        len(seqs) != batch.next_seq - batch.first_seq
+    ):
+        raise FrameError(
+            f"frame covers records {batch.first_seq} to {batch.next_seq} and does not hold each of them once"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,79 +220,103 @@ _SCHEMA: Final = {
 
 def _encode_block(block: Block) -> bytes:
     block_type = type(block)
-    steps = len(block.seq)
-    row_offsets = np.zeros(steps + 1, np.int32)
-    if not isinstance(block, EventBlock):
-        np.cumsum(block.rows, out=row_offsets[1:])
     arrays = []
     for column, field in zip(_LAYOUT[block_type], _SCHEMA[block_type], strict=True):
         values = getattr(block, column.name)
-        if not column.listed:
+        if column.listed:
+            offsets = pa.array(list_offsets(block, column.name).astype(np.int32))
+            arrays.append(pa.ListArray.from_arrays(offsets, pa.array(values, column.arrow), type=field.type))
+        else:
             arrays.append(pa.array(values, column.arrow))
-            continue
-        offsets = row_offsets
-        if column.name in PER_STEP_LISTS or column.name.startswith("raw_"):
-            offsets = _raw_offsets(block, column.name, row_offsets)
-        arrays.append(
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, column.arrow), type=field.type)
-        )
     return cast(bytes, pa.record_batch(arrays, schema=_SCHEMA[block_type]).serialize().to_pybytes())
-
-
-def _raw_offsets(block: Block, name: str, row_offsets: I32) -> I32:
-    if not len(getattr(block, name)):
-        return np.zeros(len(row_offsets), np.int32)
-    if isinstance(block, InputsBlock) and name == "raw_ids":
-        token_offsets = np.concatenate([[0], np.cumsum(block.scheduled)])
-        return cast(I32, token_offsets[row_offsets].astype(np.int32))
-    if name == "raw_last":
-        return row_offsets
-    columns = (
-        block.width if isinstance(block, PayloadBlock) and name == "raw_tokens" else cast(Any, block).drafts
-    )
-    offsets: I32 = np.concatenate([[0], np.cumsum(cast(Any, block).rows * columns)]).astype(np.int32)
-    return offsets
 
 
 _T = TypeVar("_T")
 
 
 def _decode_block(block_type: type[_T], name: str, data: bytes, limits: Limits) -> _T:
-    schema = _SCHEMA[cast("type[Block]", block_type)]
+    batch = _record_batch(_SCHEMA[cast("type[Block]", block_type)], name, data, limits)
+    layout = _LAYOUT[cast("type[Block]", block_type)]
+    single = [column for column in layout if not column.listed]
+    values: dict[str, Any] = {column.name: _values(batch, column.name, name, limits) for column in single}
+    if len(single) == len(layout):
+        return block_type(**values)
+    offsets = _row_offsets(name, values["rows"], limits)
+    raw = {}
+    for column in layout:
+        if column.listed:
+            lists = batch.column(column.name)
+            found = lists.offsets.to_numpy()
+            if column.name.startswith("raw_"):
+                raw[column.name] = found
+            elif not np.array_equal(found, offsets):
+                raise FrameError(f"frame part {name}: column {column.name} does not have one entry per row")
+            values[column.name] = lists.values[found[0] : found[-1]].to_numpy(zero_copy_only=True)
+    block = block_type(**values)
+    for column_name, found in raw.items():
+        # Either nothing, or exactly what the other columns announce.
+        if len(values[column_name]) and not np.array_equal(
+            found, list_offsets(cast(Any, block), column_name)
+        ):
+            raise FrameError(f"frame part {name}: column {column_name} is not as long as its steps announce")
+    return block
+
+
+def _record_batch(schema: pa.Schema, name: str, data: bytes, limits: Limits) -> pa.RecordBatch:
     try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(data), schema)
+        message = pa.ipc.read_message(pa.py_buffer(data))
+        if message.type != "record batch" or _is_compressed(message.metadata):
+            raise FrameError(f"frame part {name}: not a plain Arrow record batch")
+        batch = pa.ipc.read_record_batch(message, schema)
         batch.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError, TypeError, struct.error) as error:
         raise FrameError(f"frame part {name}: not the Arrow batch it should be: {str(error)[:120]}") from None
     if batch.num_rows > limits.steps_per_frame:
         raise FrameError(f"frame part {name}: {batch.num_rows} steps exceed {limits.steps_per_frame}")
-    values: dict[str, Any] = {}
-    for column in _LAYOUT[cast("type[Block]", block_type)]:
-        array = batch.column(column.name)
-        if array.null_count:
-            raise FrameError(f"frame part {name}: column {column.name} has nulls")
-        if column.name == "text":
-            if array.nbytes > limits.text_bytes * max(batch.num_rows, 1):
-                raise FrameError(f"frame part {name}: texts exceed {limits.text_bytes} bytes each")
-            values["text"] = array.to_pylist()
-        elif column.listed:
-            values[column.name] = array.flatten().to_numpy(zero_copy_only=True)
-        else:
-            values[column.name] = array.to_numpy(zero_copy_only=True)
-    _check_lengths(name, values, limits)
-    return block_type(**values)
+    for index, field in enumerate(schema):
+        column = batch.column(index)
+        if column.null_count or (pa.types.is_list(field.type) and column.values.null_count):
+            raise FrameError(f"frame part {name}: column {field.name} has nulls")
+    return batch
 
 
-def _check_lengths(name: str, values: dict[str, Any], limits: Limits) -> None:
-    if "rows" not in values:
-        return
-    counts = values["rows"]
-    if len(counts) and int(counts.min()) < 0:
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Whether a record batch's buffers are compressed: we never send that, and believe no inflated size.
+
+    Reads the flatbuffer that Arrow has verified: Message.header (field 2), RecordBatch.compression (field 3),
+    as Arrow's format/Message.fbs numbers them.
+    """
+    view = memoryview(metadata)
+    header = _flatbuffer_field(view, struct.unpack_from("<I", view)[0], 2)
+    if header is None:
+        raise ValueError("a message without header")
+    return _flatbuffer_field(view, header + struct.unpack_from("<I", view, header)[0], 3) is not None
+
+
+def _flatbuffer_field(view: memoryview, table: int, field: int) -> int | None:
+    """Where a field of the table at ``table`` lies; None if it is absent."""
+    vtable = table - struct.unpack_from("<i", view, table)[0]
+    size = struct.unpack_from("<H", view, vtable)[0]
+    slot = 4 + 2 * field
+    offset = struct.unpack_from("<H", view, vtable + slot)[0] if slot < size else 0
+    return table + offset if offset else None
+
+
+def _values(batch: pa.RecordBatch, column: str, name: str, limits: Limits) -> Any:
+    array = batch.column(column)
+    if column != "text":
+        return array.to_numpy(zero_copy_only=True)
+    texts = array.to_pylist()
+    if max(map(len, texts), default=0) > limits.text_bytes:
+        raise FrameError(f"frame part {name}: a text exceeds {limits.text_bytes} characters")
+    return texts
+
+
+def _row_offsets(name: str, rows: I32, limits: Limits) -> NDArray[np.int64]:
+    if len(rows) and int(rows.min()) < 0:
         raise FrameError(f"frame part {name}: a negative row count")
-    rows = int(counts.sum(dtype=np.int64))
-    if rows > limits.rows_per_frame:
-        raise FrameError(f"frame part {name}: {rows} rows exceed {limits.rows_per_frame}")
-    steps = len(counts)
-    for column, array in values.items():
-        if not column.startswith("raw_") and len(array) not in (rows, steps):
-            raise FrameError(f"frame part {name}: column {column} has {len(array)} entries for {rows} rows")
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(rows, dtype=np.int64, out=offsets[1:])
+    if offsets[-1] > limits.rows_per_frame:
+        raise FrameError(f"frame part {name}: {offsets[-1]} rows exceed {limits.rows_per_frame}")
+    return offsets

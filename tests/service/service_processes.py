@@ -1,0 +1,136 @@
+"""The real commands as real processes, and conditions to wait for."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+BIN = Path(sys.executable).parent
+WAIT_S = 60.0
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of ``condition``; fails after `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if value := condition():
+                return value
+        time.sleep(0.02)
+    raise AssertionError(f"never came true: {what}")
+
+
+class Process:
+    """One command in a process group of its own, its output in a file."""
+
+    def __init__(self, arguments: list[str | Path], log: Path, **environment: str) -> None:
+        self.log = log
+        cleared = {name: value for name, value in os.environ.items() if not name.startswith("STAGEWATCH_")}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(argument) for argument in arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**cleared, **environment},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.signal(signal.SIGTERM)
+        return self.status()
+
+    def status(self) -> int:
+        return self._process.wait(WAIT_S)
+
+
+class CollectorProcess(Process):
+    """`stagewatch collect` on a free port of loopback, or on ``port`` again."""
+
+    def __init__(self, data_dir: Path, *options: str, port: int = 0, **environment: str) -> None:
+        log = data_dir.parent / f"{data_dir.name}.log"
+        before = log.stat().st_size if log.exists() else 0
+        super().__init__(
+            [BIN / "stagewatch", "collect", "--port", str(port), "--data-dir", data_dir, *options],
+            log,
+            **environment,
+        )
+        self.url = wait_until(lambda: self._ready_line(before), "the collector listens")
+        self.port = int(self.url.rsplit(":", 1)[1])
+        self.token_file = data_dir / "token"
+        self.token = environment.get("STAGEWATCH_TOKEN") or self.token_file.read_text().strip()
+        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"})
+        wait_until(lambda: self.http.get("/readyz").status_code == 200, "the collector is ready")
+
+    def _ready_line(self, before: int) -> str:
+        lines = self.log.read_bytes()[before:].decode().splitlines()
+        return next((line.split()[-1] for line in lines if "listening on" in line), "")
+
+    def get(self, path: str) -> Any:
+        return self.http.get(path).raise_for_status().json()
+
+    def ranks(self) -> dict[str, Any]:
+        """Each rank's state by ``instance.stage``."""
+        return {
+            f"{engine['instance']}.{rank['identity']['rank']['pp']}": rank
+            for engine in self.get("/v1/engines")["engines"]
+            for rank in engine["ranks"]
+        }
+
+    def last_step(self, rank: str) -> int:
+        return int(self.ranks().get(rank, {"last_step": -1})["last_step"])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the series of ``name`` that carry ``labels``."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith(name + "{") or line.startswith(name + " "):
+                if all(f'{label}="{value}"' in line for label, value in labels.items()):
+                    total += float(line.rsplit(" ", 1)[1])
+        return total
+
+
+class SidecarProcess(Process):
+    """`stagewatch-agent ship`."""
+
+    def __init__(self, ring_dir: Path, url: str, *options: str, token: str, **environment: str) -> None:
+        super().__init__(
+            [BIN / "stagewatch-agent", "ship", "--ring-dir", ring_dir, "--collector", url, *options],
+            ring_dir.parent / "sidecar.log",
+            STAGEWATCH_TOKEN=token,
+            **environment,
+        )
+
+
+@contextlib.contextmanager
+def killed_at_exit(*processes: Process) -> Iterator[None]:
+    """Whatever happens inside, no process survives."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()

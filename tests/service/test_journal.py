@@ -1,0 +1,195 @@
+"""The journal on a real disk: what is durable comes back, what is torn does not, and positions survive."""
+
+import os
+import threading
+
+import pytest
+from service_records import carried_in, identity
+
+from stagewatch.monitor.journal import (
+    Carried,
+    Entry,
+    EntryKind,
+    Journal,
+    SegmentReader,
+    head_of,
+    read_journal,
+    segments_in,
+)
+
+
+class Opened:
+    """A journal whose durable tickets can be waited for."""
+
+    def __init__(self, directory, carried=(), segment_bytes=1 << 20, keep_bytes=1 << 30):
+        self.tickets = []
+        self.offered = 0
+        self.positions = list(carried)
+        self._arrived = threading.Condition()
+        self.journal = Journal(
+            directory,
+            durable=self._durable,
+            carried=lambda: self.positions,
+            segment_bytes=segment_bytes,
+            keep_bytes=keep_bytes,
+        )
+
+    def write(self, *payloads):
+        """Offer, and wait until everything offered is durable."""
+        self.offer(*payloads)
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.tickets) == self.offered, 30)
+
+    def offer(self, *payloads):
+        for payload in payloads:
+            self.offered += 1
+            self.journal.offer(Entry(EntryKind.BATCH, 7, payload), payload)
+
+    def _durable(self, group):
+        with self._arrived:
+            self.tickets += group
+            self._arrived.notify_all()
+
+
+def payloads_in(directory):
+    return [entry.payload for entry in read_journal(directory) if entry.kind is EntryKind.BATCH]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "journal"
+
+
+def written(directory, *payloads, **keywords):
+    opened = Opened(directory, **keywords)
+    opened.journal.start()
+    opened.write(*payloads)
+    opened.journal.close()
+    return opened
+
+
+def test_entries_come_back_in_order_with_their_times(directory):
+    opened = written(directory, b"one", b"two" * 1000, b"")
+    assert opened.tickets == [b"one", b"two" * 1000, b""]
+    assert list(Opened(directory).journal.recover()) == [
+        Entry(EntryKind.BATCH, 7, b"one"),
+        Entry(EntryKind.BATCH, 7, b"two" * 1000),
+        Entry(EntryKind.BATCH, 7, b""),
+    ]
+
+
+def test_files_are_private(directory):
+    written(directory, b"one")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in segments_in(directory)} == {0o600}
+
+
+def test_everything_that_waits_is_synced_together(directory):
+    # GIVEN a journal whose first group is on its way
+    opened = Opened(directory)
+    opened.journal.start()
+    opened.write(b"first")
+    syncs = opened.journal.health.syncs
+    # WHEN many entries are offered while the thread is held up
+    with opened._arrived:
+        opened.journal.offer(Entry(EntryKind.BATCH, 7, b"holds the thread in durable"), b"x")
+        while opened.journal.health.syncs == syncs:
+            os.sched_yield()
+        for number in range(50):
+            opened.journal.offer(Entry(EntryKind.BATCH, 7, b"%d" % number), number)
+        assert opened.journal.bytes_waiting > 0
+    opened.journal.close()
+    # THEN one sync covers them all
+    assert opened.journal.health.syncs == syncs + 2
+    assert opened.tickets[2:] == list(range(50))
+    assert opened.journal.bytes_waiting == 0
+
+
+def test_a_torn_tail_is_cut_off_wherever_it_tore(directory, tmp_path):
+    written(directory, b"whole", b"torn entry")
+    (path,) = segments_in(directory)
+    content = path.read_bytes()
+    sound = len(content) - len(head_of(EntryKind.BATCH, 7, b"")) - len(b"torn entry")
+    for size in range(sound, len(content)):
+        path.write_bytes(content[:size])
+        journal = Opened(directory).journal
+        assert [entry.payload for entry in journal.recover()] == [b"whole"]
+        assert journal.damaged_bytes == size - sound
+        assert path.stat().st_size == sound
+
+
+def test_a_torn_tail_of_rubbish_is_cut_off(directory):
+    written(directory, b"whole")
+    (path,) = segments_in(directory)
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"\xff" * 100)
+    journal = Opened(directory).journal
+    assert [entry.payload for entry in journal.recover()] == [b"whole"]
+    assert (journal.damaged_bytes, path.stat().st_size) == (100, size)
+
+
+def test_damage_costs_the_rest_of_its_segment_and_no_other(directory):
+    # GIVEN two segments of two entries
+    written(directory, b"a1", b"a2")
+    written(directory, b"b1", b"b2")
+    first, _ = segments_in(directory)
+    # WHEN a bit of the second entry of the first flips
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    # THEN that one is left out, and the file is not touched: it may be read by hand
+    journal = Opened(directory).journal
+    assert [entry.payload for entry in journal.recover()] == [b"a1", b"b1", b"b2"]
+    assert journal.damaged_bytes > 0
+    assert first.read_bytes() == bytes(content)
+
+
+def test_each_segment_begins_with_the_positions_so_old_ones_can_go(directory):
+    # GIVEN small segments and little to keep
+    opened = Opened(directory, segment_bytes=1000, keep_bytes=3000)
+    opened.journal.start()
+    # WHEN much is written
+    for number in range(40):
+        opened.positions = [Carried(identity(), number)]
+        opened.write(b"%03d" % number + b"x" * 400)
+    opened.journal.close()
+    # THEN the oldest are gone, the newest are there, and the oldest left says where its streams stood
+    paths = segments_in(directory)
+    assert sum(path.stat().st_size for path in paths) <= 3000 + 2000
+    left = payloads_in(directory)
+    assert left[-1].startswith(b"039")
+    assert not any(payload.startswith(b"000") for payload in left)
+    (position,) = carried_in(list(SegmentReader(paths[0])))
+    assert position == Carried(identity(), int(left[0][:3]))
+
+
+def test_a_start_never_writes_into_an_old_segment(directory):
+    written(directory, b"one")
+    (first,) = segments_in(directory)
+    content = first.read_bytes()
+    written(directory, b"two")
+    assert first.read_bytes() == content
+    assert payloads_in(directory) == [b"one", b"two"]
+
+
+def test_a_disk_that_comes_back_gets_everything_once(tmp_path):
+    # GIVEN a journal whose directory vanishes
+    directory = tmp_path / "journal"
+    opened = Opened(directory, segment_bytes=1)
+    opened.journal.start()
+    opened.write(b"one")
+    hidden = tmp_path / "hidden"
+    directory.rename(hidden)
+    # WHEN something is offered, nothing is safe
+    opened.offer(b"two")
+    while not opened.journal.health.failure:
+        os.sched_yield()
+    assert opened.tickets == [b"one"]
+    # THEN once it is back, it is
+    hidden.rename(directory)
+    opened.write(b"three")
+    assert opened.tickets == [b"one", b"two", b"three"]
+    assert opened.journal.health.failure == ""
+    opened.journal.close()
+    assert payloads_in(directory) == [b"one", b"two", b"three"]
