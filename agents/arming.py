@@ -1,12 +1,13 @@
 """Arming a rank: from settings and an identity to a probe that records into a ring of its own."""
 
+import contextlib
 import os
 from pathlib import Path
 
 from stagewatch.agents.errors import RingError
 from stagewatch.agents.identity import Identity
 from stagewatch.agents.probe import Probe
-from stagewatch.agents.ring import RingReader, RingWriter, check_directory
+from stagewatch.agents.ring import RingReader, RingWriter, check_directory, is_held
 from stagewatch.agents.settings import ProbeSettings
 
 
@@ -29,27 +30,35 @@ def remove_old_rings(directory: Path, identity: Identity, kept: int) -> int:
     for path in directory.glob(f"*.{identity.rank}.ring"):
         try:
             reader = RingReader(path)
+            found = reader.identity
+            reader.close()
+            held = is_held(path)
         except RingError:
             continue  # not ours to judge: another schema, or one being made
-        found = reader.identity
-        reader.close()
-        if (
-            found.deployment == identity.deployment
-            and found.host == identity.host
-            and not is_alive(found.pid)
-        ):
+        ours = (found.deployment, found.host, found.rank) == (
+            identity.deployment,
+            identity.host,
+            identity.rank,
+        )
+        # The lock tells, because process ids come again: a container's worker has the same one in each life.
+        if ours and not (is_alive(found.pid) if held is None else held):
             ended.append((found.started_ns, path))
     surplus = sorted(ended)[: max(len(ended) - kept, 0)]
+    removed = 0
     for _, path in surplus:
-        path.unlink(missing_ok=True)
-    return len(surplus)
+        with contextlib.suppress(OSError):  # it stays, and the ring to be made says what is wrong here
+            path.unlink()
+            removed += 1
+    return removed
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process of that number exists on this host."""
+    if pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.record import I32, U64
 

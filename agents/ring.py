@@ -9,24 +9,37 @@ One writer, any number of readers, no locks. The writer first raises ``tail`` pa
 overwrite, then writes, then raises ``head``. A reader copies a record and looks at ``tail`` again: if it
 passed, the copy may be torn and the records are counted as lost. The checksum catches the rest, a
 reader on another core that saw the stores in another order included. A writer killed between the two
-raises leaves an unpublished record that nobody reads.
+raises leaves an unpublished record that nobody reads. Each cursor is stored and loaded as one aligned
+word, so that none is ever seen half written.
+
+Neither end believes the other: the writer never reads the area back, and the reader takes nothing from it
+but records whose checksum and number fit. Whatever a ring holds, the numbers of the records read and of those
+counted as lost add up without a gap.
+
+The writer holds a shared lock on the file for as long as it lives, through SIGKILL and across PID
+namespaces, so that a ring without one belongs to an engine that ended.
 """
 
+import contextlib
+import fcntl
 import mmap
 import os
 import stat
 import struct
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from stagewatch.agents import record
 from stagewatch.agents.errors import RecordError, RingError
 from stagewatch.agents.identity import Identity
-from stagewatch.agents.record import Body, Kind, Record, Views
+from stagewatch.agents.record import Body, Kind, Record
 
 HEADER_SIZE: Final = 8192
 CAPACITY_MIN: Final = 1 << 16
@@ -34,76 +47,105 @@ CAPACITY_MAX: Final = 1 << 32
 _MAGIC: Final = b"STGWATCH"
 # magic, schema, header size, capacity, identity bytes
 _FIXED: Final = struct.Struct("<8sIIQI")
-# tail, head, next seq, closed
-_CURSORS: Final = struct.Struct("<QQQQ")
-_CURSORS_AT: Final = 64
+_CURSORS: Final = slice(64, 96)
+_TAIL, _HEAD, _WRITTEN, _CLOSED = range(4)
+"""Words of the cursors: the oldest position present, the end, the records written, and 1 once complete."""
 _IDENTITY_AT: Final = 128
+_LANDMARKS: Final = 1024
+_TRIES: Final = 1024
+"""How often a reader starts over within one call before it leaves the rest for the next."""
+
+
+class RecordTooLongError(RingError, ValueError):
+    """A record that would push out everything worth keeping, or that no reader would believe."""
 
 
 class RingWriter:
     """The engine's end. Not thread-safe: its owner serialises calls.
 
-    Raises RingError where the file cannot be created. `append` raises ValueError for a record longer
-    than a quarter of the ring, which would push out everything worth keeping.
+    Raises RingError where the file cannot be created. `append` raises RecordTooLongError for a record longer
+    than a quarter of the ring, and RingError in a fork of the process that made the ring, or after `close`.
     """
 
     def __init__(self, directory: Path, identity: Identity, capacity: int) -> None:
         if not CAPACITY_MIN <= capacity <= CAPACITY_MAX:
             raise RingError(f"ring capacity {capacity} is outside {CAPACITY_MIN} to {CAPACITY_MAX} bytes")
-        self.path: Final = directory / identity.ring_name
+        name = identity.ring_name
+        if Path(name).name != name or not name.isprintable():
+            raise RingError(
+                f"engine instance {identity.instance!r} cannot name a ring: use letters and digits"
+            )
+        self.path: Final = directory / name
         self.capacity: Final = capacity & ~7
         encoded = msgspec.json.encode(identity)
         if _IDENTITY_AT + len(encoded) > HEADER_SIZE:
             raise RingError(
                 f"identity of {len(encoded)} bytes does not fit the ring's header of {HEADER_SIZE}"
             )
-        self._map = _create(self.path, HEADER_SIZE + self.capacity)
-        self._buffer = memoryview(self._map)
-        self._views = Views.over(self._buffer)
+        self._pid: Final = os.getpid()
+        self._fd: Final = _create(self.path, HEADER_SIZE + self.capacity)
+        weakref.finalize(self, os.close, self._fd)
+        self._buffer: Final = memoryview(_map_new(self._fd, self.path, HEADER_SIZE + self.capacity))
+        self._cursors: Final = self._buffer[_CURSORS].cast("Q")
+        self._record_max: Final = min(self.capacity // 4, record.SIZE_MAX)
         self._tail = 0
         self._head = 0
-        self._seq = 0
+        self._written = 0
+        self._closed = False
+        # Starts of some records, from `tail` on, so that it can be raised without reading the area back.
+        self._landmarks: Final[deque[int]] = deque()
+        self._landmark_distance: Final = self.capacity // _LANDMARKS
         self._buffer[_IDENTITY_AT : _IDENTITY_AT + len(encoded)] = encoded
-        self._publish()
         # Last, so that a reader never takes a half-made header for a ring.
         _FIXED.pack_into(self._buffer, 0, _MAGIC, record.SCHEMA, HEADER_SIZE, self.capacity, len(encoded))
 
     @property
     def records_written(self) -> int:
         """Records appended so far."""
-        return self._seq
+        return self._written
 
     def append(self, kind: Kind, step: int, t_ns: int, body: Body) -> None:
         """Store one record, overwriting the oldest where needed."""
-        size = record.size_of(body)
-        if size * 4 > self.capacity:
-            raise ValueError(f"{kind.name.lower()} record of {size} bytes exceeds a quarter of the ring")
-        offset = self._head % self.capacity
-        gap = 0 if offset + size <= self.capacity else self.capacity - offset
-        self._give_up_below(self._head + gap + size - self.capacity)
+        if self._closed or os.getpid() != self._pid:
+            owner = "closed" if self._closed else f"of process {self._pid}, not of its fork"
+            raise RingError(f"ring {self.path.name} is {owner}: nothing is written")
+        data = record.encode(kind, self._written, step, t_ns, body)
+        size = len(data)
+        if size > self._record_max:
+            raise RecordTooLongError(
+                f"{kind.name.lower()} record of {size} bytes exceeds {self._record_max}, a quarter of the ring "
+                f"or the longest a reader takes: enlarge the ring"
+            )
+        start = self._head
+        offset = start % self.capacity
+        gap = self.capacity - offset if offset + size > self.capacity else 0
+        self._give_up_below(start + gap + size - self.capacity)
         if gap:
             self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + 8] = bytes(8)
-            self._head += gap
-            offset = 0
-        record.encode(self._views, self._buffer, HEADER_SIZE + offset, kind, self._seq, step, t_ns, body)
-        self._head += size
-        self._seq += 1
-        self._publish()
+            start, offset = start + gap, 0
+        self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + size] = data
+        if not self._landmarks or start - self._landmarks[-1] >= self._landmark_distance:
+            self._landmarks.append(start)
+        self._head = self._cursors[_HEAD] = start + size
+        # After the head: a reader that loads the two in the other order never counts a record it cannot see.
+        self._written = self._cursors[_WRITTEN] = self._written + 1
 
     def close(self) -> None:
-        """Mark the ring as complete: the engine left of its own accord."""
-        _CURSORS.pack_into(self._buffer, _CURSORS_AT, self._tail, self._head, self._seq, 1)
-        # The mapping itself goes with the process: numpy views still point into it.
+        """Mark the ring as complete, the engine having left of its own accord, and give up its lock."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._cursors[_CLOSED] = 1
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _give_up_below(self, position: int) -> None:
+        """Raise the tail to a record's start at or above ``position``."""
         if position <= self._tail:
             return
-        while self._tail < position:
-            self._tail += _extent_at(self._buffer, self._tail, self.capacity)
-        self._publish()
-
-    def _publish(self) -> None:
-        _CURSORS.pack_into(self._buffer, _CURSORS_AT, self._tail, self._head, self._seq, 0)
+        while self._landmarks and self._landmarks[0] < position:
+            self._landmarks.popleft()
+        self._tail = self._cursors[_TAIL] = self._landmarks[0] if self._landmarks else self._head
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +162,42 @@ class Margin:
 
 
 class RingReader:
-    """A reader's end: starts at the oldest record present; RingError for a file that is no ring."""
+    """A reader's end: starts at the oldest record present; RingError for a file that is no ring.
+
+    Reading never raises, whatever the ring holds.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self._map = _open(path)
         self._buffer = memoryview(self._map)
-        self.identity: Final = self._check_header()
-        self._position, _, _, _ = self._cursors()
-        self._next_seq = -1
+        try:
+            self.identity: Final = _checked_identity(path.name, self._buffer)
+        except RingError:
+            self._buffer.release()
+            self._map.close()
+            raise
+        self._capacity: Final = len(self._buffer) - HEADER_SIZE
+        self._cursors = self._buffer[_CURSORS].cast("Q")
+        self._position = 0
+        self._next_seq = 0
         self.lost = 0
-        """Records overwritten, or found damaged, before they could be read."""
+        """Records that could not be read: overwritten before this reader came, overwritten before it got to
+        them, or damaged. Records read and lost make up every number from 0 to the last one read."""
 
     @property
     def closed(self) -> bool:
         """Whether the writer has said that nothing more will come."""
-        return self._cursors()[3] != 0
+        return self._cursors[_CLOSED] != 0
 
     def margin(self) -> Margin:
         """Room left, now."""
-        _, head, _, _ = self._cursors()
-        behind = head - self._position
-        return Margin(max(self._capacity - behind, 0), max(behind, 0), head, self._capacity)
+        seen = self._snapshot()
+        if seen is None:
+            return Margin(0, 0, 0, self._capacity)
+        tail, head, _ = seen
+        behind = head - (self._position if tail <= self._position <= head else tail)
+        return Margin(self._capacity - behind, behind, head, self._capacity)
 
     def read(self, limit: int = 4096) -> Iterator[Record]:
         """Yield up to ``limit`` records published since the last call, in order."""
@@ -149,116 +205,159 @@ class RingReader:
             found = self._next()
             if found is None:
                 return
-            if self._next_seq >= 0:
-                self.lost += found.seq - self._next_seq
-            elif found.seq:
-                self.lost += found.seq
-            self._next_seq = found.seq + 1
             yield found
 
     def rewind(self) -> None:
-        """Start over at the oldest record present."""
-        self._position = 0
-        self._next_seq = -1
-        self.lost = 0
+        """Start over at the oldest record present; `lost` starts over, too."""
+        self._position = self._next_seq = self.lost = 0
 
     def close(self) -> None:
         """Release the mapping."""
+        self._cursors.release()
         self._buffer.release()
         self._map.close()
 
     def _next(self) -> Record | None:
-        while True:
-            tail, head, _, _ = self._cursors()
-            if self._position < tail:
-                self._position = tail
-            if self._position >= head:
+        for _ in range(_TRIES):
+            seen = self._snapshot()
+            if seen is None:
                 return None
-            offset = self._position % self._capacity
-            try:
-                extent = _extent_at(self._buffer, self._position, self._capacity)
-            except RecordError:
-                extent = 0
-            is_gap = extent == self._capacity - offset and not any(
-                self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + 8]
-            )
-            copy = bytes(self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + extent])
-            if self._cursors()[0] > self._position:
-                continue  # overwritten while copying: start again at the new tail
-            if is_gap:
-                self._position += extent
+            tail, head, written = seen
+            if not tail <= self._position <= head:
+                # Overtaken; or this position came from cursors that were damaged for a while.
+                self._position = tail
+            start = self._position
+            if start == head:
+                return None
+            copy = self._copy(start, head)
+            if self._cursors[_TAIL] > start:
+                continue
+            room = self._capacity - start % self._capacity
+            if copy[:8] == bytes(8) and room < head - start and room <= self._capacity // 4:
+                self._position += room
                 continue
             try:
-                found = record.decode(copy)
+                found = self._trusted(copy, start)
             except RecordError:
-                # Damage that is not an overrun: no later record can be found from here. The writer is
-                # gone or has not got further; what follows the damage is counted when seq resumes.
-                if not self._skip_damage(head):
-                    return None
+                self._skip_damage(start, head, written)
                 continue
-            self._position += extent
+            self._position += len(copy)
+            if found.seq < self._next_seq:
+                continue  # read before the cursors were damaged
+            self._count_lost_before(found.seq)
+            self._next_seq = found.seq + 1
             return found
+        return None
 
-    def _skip_damage(self, head: int) -> bool:
-        """Move to the next sound record before ``head``; False if there is none."""
-        position = self._position + 8
+    def _count_lost_before(self, seq: int) -> None:
+        if seq > self._next_seq:
+            self.lost += seq - self._next_seq
+            self._next_seq = seq
+
+    def _snapshot(self) -> tuple[int, int, int] | None:
+        """(tail, head, records written up to the head or a little less); None where they contradict each other."""
+        for _ in range(_TRIES):
+            written, head, tail = self._cursors[_WRITTEN], self._cursors[_HEAD], self._cursors[_TAIL]
+            if tail <= head:
+                break  # else the writer went round between the loads
+        sound = (
+            tail <= head <= tail + self._capacity
+            and not (tail | head) & 7
+            and head < 1 << 63
+            and written * record.HEAD_SIZE <= head
+        )
+        return (tail, head, written) if sound else None
+
+    def _copy(self, start: int, head: int) -> bytes:
+        """Bytes of the record that seems to begin at ``start``; at least eight, never beyond ``head``."""
+        at = HEADER_SIZE + start % self._capacity
+        size = int.from_bytes(self._buffer[at + 4 : at + 8], "little")
+        room = min(self._capacity - start % self._capacity, head - start)
+        return bytes(self._buffer[at : at + max(8, min(size, room, record.SIZE_MAX))])
+
+    def _trusted(self, copy: bytes, start: int) -> Record:
+        """Decode a record and check that its number is possible where it lies."""
+        found = record.decode(copy)
+        if found.seq * record.HEAD_SIZE > start:
+            raise RecordError(f"record claims to be number {found.seq} after {start} bytes")
+        return found
+
+    def _skip_damage(self, start: int, head: int, written: int) -> None:
+        """Move to the next sound record after the damage at ``start``, or to ``head`` if there is none."""
+        work_bytes = 4 * self._capacity  # what may be copied in search, so that a hostile ring ends it
+        for position in self._candidates(start, head):
+            copy = self._copy(position, head)
+            work_bytes -= len(copy)
+            if work_bytes < 0:
+                break
+            try:
+                found = self._trusted(copy, position)
+            except RecordError:
+                continue
+            if found.seq >= self._next_seq:
+                self._position = position
+                return
+        self._position = head
+        self._count_lost_before(written)
+
+    def _candidates(self, start: int, head: int) -> Iterator[int]:
+        """Positions at which a record may begin, in order: first where the damaged one says it ends."""
+        first = start + len(self._copy(start, head))
+        if first % self._capacity > start % self._capacity and first < head:
+            yield first
+        position = start + 8
         while position < head:
             offset = position % self._capacity
-            word = bytes(self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + 8])
-            if word[:2] == _RECORD_START:
-                size = min(int.from_bytes(word[4:8], "little"), self._capacity - offset)
-                try:
-                    record.decode(bytes(self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + size]))
-                except RecordError:
-                    pass
-                else:
-                    self._position = position
-                    return True
-            position += 8
-        self._position = head
-        return False
-
-    def _cursors(self) -> tuple[int, int, int, int]:
-        return _CURSORS.unpack_from(self._buffer, _CURSORS_AT)
-
-    def _check_header(self) -> Identity:
-        name = self.path.name
-        if len(self._buffer) < HEADER_SIZE:
-            raise RingError(
-                f"ring {name}: {len(self._buffer)} bytes is shorter than a header: not a ring, or cut off"
-            )
-        magic, schema, header_size, capacity, identity_size = _FIXED.unpack_from(self._buffer)
-        if magic != _MAGIC:
-            raise RingError(f"ring {name}: not a stagewatch ring, or its engine is still making it")
-        if schema != record.SCHEMA:
-            side = "the sidecar" if schema > record.SCHEMA else "the engine's stagewatch"
-            raise RingError(f"ring {name}: schema {schema}, this build reads {record.SCHEMA}: upgrade {side}")
-        if header_size != HEADER_SIZE or len(self._buffer) != HEADER_SIZE + capacity:
-            raise RingError(f"ring {name}: {len(self._buffer)} bytes do not match its header: cut off")
-        self._capacity = capacity
-        try:
-            encoded = self._buffer[_IDENTITY_AT : _IDENTITY_AT + identity_size]
-            return msgspec.json.decode(encoded, type=Identity)
-        except msgspec.MsgspecError as error:
-            raise RingError(f"ring {name}: damaged identity: {error}") from None
+            span = min(head - position, self._capacity - offset, 1 << 20)
+            chunk = bytes(self._buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + span])
+            marks = np.frombuffer(chunk, "<u2")[::4]
+            for index in np.flatnonzero(marks == record.MAGIC).tolist():
+                yield position + 8 * index
+            position += span
 
 
-_RECORD_START: Final = record.MAGIC.to_bytes(2, "little")
+def _checked_identity(name: str, buffer: memoryview) -> Identity:
+    """Identity in the header of the ring called ``name``; RingError where the header is not a ring's."""
+    if len(buffer) < HEADER_SIZE:
+        raise RingError(f"ring {name}: {len(buffer)} bytes is shorter than a header: not a ring, or cut off")
+    magic, schema, header_size, capacity, identity_size = _FIXED.unpack_from(buffer)
+    if magic != _MAGIC:
+        raise RingError(f"ring {name}: not a stagewatch ring, or its engine is still making it")
+    if schema != record.SCHEMA:
+        side = "the sidecar" if schema > record.SCHEMA else "the engine's stagewatch"
+        raise RingError(f"ring {name}: schema {schema}, this build reads {record.SCHEMA}: upgrade {side}")
+    if header_size != HEADER_SIZE or len(buffer) != HEADER_SIZE + capacity:
+        raise RingError(f"ring {name}: {len(buffer)} bytes do not match its header: cut off")
+    if not CAPACITY_MIN <= capacity <= CAPACITY_MAX or capacity % 8:
+        raise RingError(f"ring {name}: capacity of {capacity} bytes: damaged header, remove the file")
+    if identity_size > HEADER_SIZE - _IDENTITY_AT:
+        raise RingError(f"ring {name}: identity of {identity_size} bytes: damaged header, remove the file")
+    try:
+        encoded = bytes(buffer[_IDENTITY_AT : _IDENTITY_AT + identity_size])
+        return msgspec.json.decode(encoded, type=Identity)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RingError(f"ring {name}: damaged identity, remove the file: {error}") from None
 
 
-def _extent_at(buffer: memoryview, position: int, capacity: int) -> int:
-    """Bytes from ``position`` to the next record: a record's size, or the rest of the area for a gap."""
-    offset = position % capacity
-    word = buffer[HEADER_SIZE + offset : HEADER_SIZE + offset + 8]
-    size = int.from_bytes(word[4:8], "little")
-    if size == 0:
-        return capacity - offset
-    if size > capacity - offset or size % 8:
-        raise RecordError(f"record claims {size} bytes of {capacity - offset} to the end of the ring")
-    return size
+def is_held(path: Path) -> bool | None:
+    """Whether the engine that writes the ring at ``path`` lives; None where the file system cannot tell.
+
+    Raises RingError where the file cannot be opened.
+    """
+    fd = _open_read_only(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False
 
 
-def _create(path: Path, size: int) -> mmap.mmap:
+def _create(path: Path, size: int) -> int:
+    """Make a file of ``size`` bytes that did not exist, locked as ours; its descriptor."""
     check_directory(path.parent)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -271,26 +370,52 @@ def _create(path: Path, size: int) -> mmap.mmap:
     try:
         # Allocated now: a full tmpfs must refuse here, not kill the engine with SIGBUS at a later store.
         os.posix_fallocate(fd, 0, size)
-        return mmap.mmap(fd, size)
     except OSError as error:
-        path.unlink(missing_ok=True)
-        raise RingError(
-            f"ring {path.name}: {size} bytes cannot be had in {path.parent}: {error.strerror}"
-        ) from None
-    finally:
-        os.close(fd)
+        raise _unmade(fd, path, size, error) from None
+    with contextlib.suppress(OSError):  # a file system without locks: the process id has to do
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _map_new(fd: int, path: Path, size: int) -> mmap.mmap:
+    try:
+        # Populated, so that no step pays for the page faults of the first round.
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as error:
+        raise _unmade(fd, path, size, error) from None
+
+
+def _unmade(fd: int, path: Path, size: int, error: OSError) -> RingError:
+    path.unlink(missing_ok=True)
+    os.close(fd)
+    return RingError(f"ring {path.name}: {size} bytes cannot be had in {path.parent}: {error.strerror}")
+
+
+def _open_read_only(path: Path) -> int:
+    try:
+        # Not blocking, for the case that somebody left a pipe there.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise RingError(f"ring {path.name} cannot be opened: {error.strerror}") from None
 
 
 def _open(path: Path) -> mmap.mmap:
+    fd = _open_read_only(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise RingError(f"ring {path.name} cannot be opened: {error.strerror}") from None
-    try:
-        size = os.fstat(fd).st_size
-        if size == 0:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise RingError(f"ring {path.name}: not a regular file")
+        if found.st_uid != os.geteuid() != 0:
+            raise RingError(f"ring {path.name} belongs to uid {found.st_uid}: read it as that user")
+        if found.st_mode & 0o022:
+            raise RingError(f"ring {path.name} can be written by others: chmod 600 it")
+        if found.st_size == 0:
             raise RingError(f"ring {path.name}: empty: not a ring, or its engine is still making it")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        if found.st_size > HEADER_SIZE + CAPACITY_MAX:
+            raise RingError(f"ring {path.name}: {found.st_size} bytes is longer than any ring")
+        return mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise RingError(f"ring {path.name} cannot be mapped: {error}") from None
     finally:
         os.close(fd)
 

@@ -69,10 +69,10 @@ class ProbeSettings:
         return cls(
             ring_dir=Path(values[RING_DIR]),
             deployment=_name("STAGEWATCH_DEPLOYMENT", values),
-            ring_bytes=int(_number("STAGEWATCH_RING_BYTES", values, 1 << 16, 1 << 32)),
+            ring_bytes=_whole("STAGEWATCH_RING_BYTES", values, 1 << 16, 1 << 32),
             heartbeat_s=_number("STAGEWATCH_HEARTBEAT_S", values, 0.01, 3600),
             budget_share=_number("STAGEWATCH_BUDGET_SHARE", values, 0, 1),
-            rings_kept=int(_number("STAGEWATCH_RINGS_KEPT", values, 0, 1000)),
+            rings_kept=_whole("STAGEWATCH_RINGS_KEPT", values, 0, 1000),
             fixed_mask=_flag("STAGEWATCH_FIXED_MASK", values),
         )
 
@@ -80,7 +80,9 @@ class ProbeSettings:
 def _name(variable: str, values: Mapping[str, str]) -> str:
     value = values[variable]
     if not 1 <= len(value) <= 64 or not all(c.isalnum() or c in "._-" for c in value) or not value.isascii():
-        raise SettingsError(f"{variable} must be 1 to 64 letters, digits, dots, dashes or underscores")
+        raise SettingsError(
+            f"{variable}={value!r} must be 1 to 64 letters, digits, dots, dashes or underscores"
+        )
     return value
 
 
@@ -92,6 +94,13 @@ def _number(variable: str, values: Mapping[str, str], least: float, most: float)
     if not least <= value <= most:
         raise SettingsError(f"{variable}={values[variable]} is outside {least:g} to {most:g}")
     return value
+
+
+def _whole(variable: str, values: Mapping[str, str], least: int, most: int) -> int:
+    value = _number(variable, values, least, most)
+    if not value.is_integer():
+        raise SettingsError(f"{variable}={values[variable]} is not a whole number")
+    return int(value)
 
 
 def _flag(variable: str, values: Mapping[str, str]) -> bool:
