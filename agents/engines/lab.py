@@ -94,9 +94,8 @@ class LabRecorder:
     def mask(self, engine: Bool, fixed: Bool) -> None:
         began = time.perf_counter_ns()
         rows = engine.shape[1]
-        some_engine, some_fixed = engine.any(axis=1).tolist(), fixed.any(axis=1).tolist()
-        for i, probe in enumerate(self.probes):
-            probe.mask(engine[i] if some_engine[i] else None, fixed[i] if some_fixed[i] else None, rows)
+        for probe, own, sound in zip(self.probes, engine, fixed, strict=True):
+            probe.mask(own if own.any() else None, sound if sound.any() else None, rows)
         self._account(began)
 
     def sent(self, batch: InputBatch, mask: Bool, sampled: Sampled) -> None:
@@ -104,7 +103,13 @@ class LabRecorder:
         applied = mask.view(np.uint8)
         for position, i in enumerate(self._last):
             body = self._payload(
-                sampled, position, self._keys[i], batch.slots[i], batch.generation[i], batch.generation[i], applied[i]
+                sampled,
+                position,
+                self._keys[i],
+                batch.slots[i],
+                batch.generation[i],
+                batch.generation[i],
+                applied[i],
             )
             self.probes[i].payload(Kind.SENT, self._step, body)
         self._account(began)

@@ -61,8 +61,8 @@ class InputBatch:
 def prepare_inputs(states: RequestStates, order: SchedulerOutput, slots: I32, mirror: I32) -> InputBatch:
     """Build the step's batch from the states as they are after deferred updates were consumed.
 
-    ``slots`` [ranks, rows] are the rows' slots, ``mirror`` [ranks, rows] the host's counts as each rank holds them. Prefill rows take their ids from the known
-    tokens; a decode row feeds its last sampled token, then its draft block.
+    ``slots`` [ranks, rows] are the rows' slots, ``mirror`` [ranks, rows] the host's counts as each rank holds them.
+    Prefill rows take their ids from the known tokens; a decode row feeds its last sampled token, then its draft block.
     """
     scheduled, draft_count = order.scheduled, order.draft_count
     flat = states.flat(slots)
@@ -72,8 +72,8 @@ def prepare_inputs(states: RequestStates, order: SchedulerOutput, slots: I32, mi
     drafts = states.draft_tokens.shape[2]
     draft_tokens = states.draft_tokens.reshape(states.ranks * states.slots, drafts)[flat]
     row_end = np.cumsum(scheduled, dtype=np.int64)
-    token_row = np.repeat(np.arange(len(scheduled)), scheduled)
-    column = np.arange(len(token_row)) - (row_end - scheduled)[token_row]
+    token_row = np.arange(len(scheduled)).repeat(scheduled)
+    column = np.arange(len(token_row)) - (row_end - scheduled).repeat(scheduled)
     positions = computed.take(token_row, axis=1) + column.astype(np.int32)
     decoding = computed + scheduled > prefill_len
     input_ids = _input_ids(states, flat, decoding, last_sampled, draft_tokens, positions, token_row, column)
@@ -110,12 +110,18 @@ def _input_ids(
 ) -> I32:
     block = np.concatenate([last_sampled[:, :, None], draft_tokens], axis=2)
     width = block.shape[2]
-    # A batch of decode rows only is the common one, and needs no look at the known tokens.
-    fed = block.reshape(states.ranks, -1)[:, token_row * width + np.minimum(column, width - 1)]
-    if decoding.all():
+    fed: I32 = block.reshape(states.ranks, -1).take(token_row * width + np.minimum(column, width - 1), axis=1)
+    # Only a few of a usual batch's rows prefill: look at the known tokens for those alone.
+    rows = ~decoding.all(axis=0)
+    tokens = np.flatnonzero(rows.take(token_row))
+    if not len(tokens):
         return fed
-    where = (flat * states.length_max)[:, token_row] + np.minimum(positions, states.length_max - 1)
-    return np.where(decoding[:, token_row], fed, states.tokens.reshape(-1)[where])
+    row = token_row[tokens]
+    where = (flat * states.length_max).take(row, axis=1)
+    where += np.minimum(positions.take(tokens, axis=1), states.length_max - 1)
+    known = states.tokens.reshape(-1).take(where)
+    fed[:, tokens] = np.where(decoding.take(row, axis=1), fed.take(tokens, axis=1), known)
+    return fed
 
 
 def dummy_order(spec_tokens: int) -> SchedulerOutput:

@@ -58,9 +58,13 @@ def entered(ranks: Sequence[Rank], calls: Sequence[list[Call]]) -> tuple[list[li
     def partners(index: int, call: Call) -> list[tuple[int, Call]]:
         rank = ranks[index]
         if call.op == "send":
-            return [(i, _opposite(call)) for i, r in enumerate(ranks) if r == Rank(rank.dp, rank.pp + 1, rank.tp)]
+            return [
+                (i, _opposite(call)) for i, r in enumerate(ranks) if r == Rank(rank.dp, rank.pp + 1, rank.tp)
+            ]
         if call.op == "recv":
-            return [(i, _opposite(call)) for i, r in enumerate(ranks) if r == Rank(rank.dp, rank.pp - 1, rank.tp)]
+            return [
+                (i, _opposite(call)) for i, r in enumerate(ranks) if r == Rank(rank.dp, rank.pp - 1, rank.tp)
+            ]
         group = [i for i, r in enumerate(ranks) if _same_group(call.group, rank, r)]
         return [(i, call) for i in group if i != index]
 

@@ -10,6 +10,8 @@ from stagewatch.agents.lab.stage import StageConfig
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.settings import ProbeSettings
 
+_REQUESTS = Workload(requests=6, prompt_len=(8, 40), max_tokens=(16, 48), arrivals_per_iteration=0.5)
+
 
 @dataclass(frozen=True, slots=True)
 class LabConfig:
@@ -20,7 +22,7 @@ class LabConfig:
     tp: int = 1
     spec_tokens: int = 7
     """K: draft tokens per row; 0 runs without speculation."""
-    workload: Workload = Workload(requests=6, prompt_len=(8, 40), max_tokens=(16, 48), arrivals_per_iteration=0.5)
+    workload: Workload = _REQUESTS
     fault: Plan | None = None
     probe: ProbeSettings | None = None
     """Where and how to record; None arms no probe."""

@@ -108,7 +108,9 @@ class Driver:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        pids = {str(rank): process.pid or 0 for rank, process in zip(self._ranks, self._processes, strict=True)}
+        pids = {
+            str(rank): process.pid or 0 for rank, process in zip(self._ranks, self._processes, strict=True)
+        }
         emit(Started(self._config.instance, pids))
 
     def _drive(self) -> None:
@@ -153,7 +155,11 @@ class Driver:
         process = self._processes[index]
         process.join(5)
         code = process.exitcode
-        how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        how = (
+            f"was ended by signal {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"ended with status {code}"
+        )
         return f"rank {self._ranks[index]} {how}: the run is over"
 
     def _report(self) -> None:
@@ -186,7 +192,10 @@ class Driver:
             if process.is_alive():
                 process.kill()
                 process.join()
-        return {str(rank): process.exitcode or 0 for rank, process in zip(self._ranks, self._processes, strict=False)}
+        return {
+            str(rank): process.exitcode or 0
+            for rank, process in zip(self._ranks, self._processes, strict=False)
+        }
 
 
 def _rank_main(

@@ -1,5 +1,6 @@
 """The multi-process lab, from outside: start it, watch its outputs, wait for it, stop it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, Final
+from typing import IO, Final, Self
 
 import msgspec
 
@@ -88,7 +89,9 @@ class Lab:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise LabError(f"the lab is still running after {timeout_s:g} s: wait longer or stop it") from None
+            raise LabError(
+                f"the lab is still running after {timeout_s:g} s: wait longer or stop it"
+            ) from None
         self._reader.join(10)
         ended = self._ended or Ended(f"the lab's driver ended with status {code}", 0, 0, 0, {}, [])
         return LabResult(
@@ -104,14 +107,12 @@ class Lab:
     def stop(self) -> None:
         """End every process of the lab, at once. Harmless when it has ended."""
         # The group outlives its leader for as long as a rank does, and nobody else can be given its number meanwhile.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._reader.join(10)
 
-    def __enter__(self) -> "Lab":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -55,7 +55,7 @@ class Plan:
     rank: Rank | None = None
     """None: wherever the fault strikes of itself."""
     from_step: int = 1
-    """Ordinal of the first step that may be struck."""
+    """Ordinal of the first step that may be struck; for a scheduler's fault, the first iteration."""
     times: int | None = None
     """Steps struck at most; None: every one that can be."""
 
@@ -65,7 +65,8 @@ class Injection:
     """One thing a fault did: ground truth for tests."""
 
     step: int
-    """Ordinal of the step struck: the one being run, or the next one where an update is consumed wrongly."""
+    """Ordinal of the step struck: the one being run, or the next one where an update is consumed wrongly. Of a
+    scheduler's fault: the iteration, as the scheduler counts no steps."""
     rank: Rank | None
     """None: the scheduler."""
     request_id: str
@@ -104,7 +105,9 @@ class Fault:
         if step < plan.from_step or self._spent(step):
             return None
         if self._ranks is None or self._ranks[0] is not block:
-            chosen = [plan.rank == rank if plan.rank else self._of_itself(rank, block) for rank in block.ranks]
+            chosen = [
+                plan.rank == rank if plan.rank else self._of_itself(rank, block) for rank in block.ranks
+            ]
             self._ranks = block, np.array(chosen, np.bool_)
         chosen_ranks = self._ranks[1]
         return chosen_ranks if chosen_ranks.any() else None
@@ -137,7 +140,9 @@ class Fault:
         self._steps_struck.add(step)
         self.injections.append(Injection(step, rank, request_id))
 
-    def did_rows(self, block: "Block", step: int, handles: "I32", struck: "Bool", ranks: "list[Rank]") -> None:
+    def did_rows(
+        self, block: "Block", step: int, handles: "I32", struck: "Bool", ranks: "list[Rank]"
+    ) -> None:
         """Write down the rows ``struck`` [ranks, rows] of a batch or payload."""
         for rank, row in zip(*np.nonzero(struck), strict=True):
             self.did(step, ranks[rank], block.request_ids[handles[row]])
@@ -222,6 +227,8 @@ class Fault:
 
     # ---- configuration
 
-    def fingerprints(self, rank: Rank, found: tuple[Fingerprint, ...], sizes: Sizes) -> tuple[Fingerprint, ...]:
+    def fingerprints(
+        self, rank: Rank, found: tuple[Fingerprint, ...], sizes: Sizes
+    ) -> tuple[Fingerprint, ...]:
         """Configuration fingerprints a rank reports when it is armed."""
         return found

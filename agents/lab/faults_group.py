@@ -74,12 +74,15 @@ class BatchReordered(Fault):
         order = block.order
         if ranks is None or slots.shape[1] < 2:
             return slots
-        same = (order.scheduled[1:] == order.scheduled[:-1]) & (order.draft_count[1:] == order.draft_count[:-1])
+        same = (order.scheduled[1:] == order.scheduled[:-1]) & (
+            order.draft_count[1:] == order.draft_count[:-1]
+        )
         if not same.any():
             return slots
         row = int(np.argmax(same))
         changed = slots.copy()
-        changed[np.ix_(ranks, [row, row + 1])] = slots[np.ix_(ranks, [row + 1, row])]
+        for rank in np.flatnonzero(ranks):
+            changed[rank, row], changed[rank, row + 1] = slots[rank, row + 1], slots[rank, row]
         struck = np.zeros(slots.shape, np.bool_)
         struck[ranks, row : row + 2] = True
         self.did_rows(block, block.step, order.handles, struck, list(block.ranks))
@@ -169,7 +172,7 @@ class WidthMismatch(_CallFault):
     NAME = "width-mismatch"
     CASES = (3,)
     INVARIANTS = ("I7", "I17")
-    DESCRIPTION = "the last stage broadcasts one token column where the others expect K + 1"
+    DESCRIPTION = "the last stage broadcasts another number of token columns than the others expect"
     WHERE = Where.LAST
     LEAST = _PP2
     LEAST_SPEC_TOKENS = 1
@@ -178,7 +181,13 @@ class WidthMismatch(_CallFault):
         first = next((i for i, call in enumerate(calls) if call.group == "pp_broadcast"), None)
         if first is None or block.order.draft_count.any():
             return calls
-        return [*calls[:first], calls[first]._replace(numel=len(block.order.handles)), *calls[first + 1 :]]
+        # Without drafts to verify there is one column to send; receivers of a fixed width expect K + 1.
+        columns = block.config.spec_tokens + 1 if block.config.variable_width else 1
+        return [
+            *calls[:first],
+            calls[first]._replace(numel=len(block.order.handles) * columns),
+            *calls[first + 1 :],
+        ]
 
 
 class OpDropped(_CallFault):
@@ -261,7 +270,9 @@ class DrafterLayoutDiffers(Fault):
     WHERE = Where.LAST_TP
     LEAST = _TP2
 
-    def fingerprints(self, rank: Rank, found: tuple[Fingerprint, ...], sizes: Sizes) -> tuple[Fingerprint, ...]:
+    def fingerprints(
+        self, rank: Rank, found: tuple[Fingerprint, ...], sizes: Sizes
+    ) -> tuple[Fingerprint, ...]:
         own = Rank(0, sizes.pp - 1, sizes.tp - 1) if self.plan.rank is None else self.plan.rank
         if rank != own:
             return found

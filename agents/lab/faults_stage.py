@@ -20,7 +20,7 @@ class StageFault(Fault):
     LEAST = _PP2
 
     def struck_rows(self, block: Block, rows: Bool) -> Bool | None:
-        """``rows`` [earlier ranks, rows] on the struck ranks alone, at the step about to run; None if there are none."""
+        """``rows`` [earlier ranks, rows] of the struck ranks, at the step about to run; None if there are none."""
         ranks = self.strikes(block, block.step + 1)
         if ranks is None:
             return None
@@ -122,7 +122,9 @@ class RollbackBroken(Fault):
             return num_rejected
         struck = ranks[block.last][:, None] & (num_rejected > 0)
         if struck.any():
-            self.did_rows(block, block.step, block.batch.handles, struck, [block.ranks[i] for i in block.last])
+            self.did_rows(
+                block, block.step, block.batch.handles, struck, [block.ranks[i] for i in block.last]
+            )
         return np.where(struck, 0, num_rejected)
 
 
@@ -207,7 +209,9 @@ class FirstColumnOnly(Fault):
         if struck.any():
             sampled.num_rejected[struck] += sampled.num_sampled[struck] - 1
             sampled.num_sampled[struck] = 1
-            self.did_rows(block, pending.step, pending.handles, struck, [block.ranks[i] for i in block.earlier])
+            self.did_rows(
+                block, pending.step, pending.handles, struck, [block.ranks[i] for i in block.earlier]
+            )
 
 
 class TokensAtWrongOffset(StageFault):

@@ -22,7 +22,7 @@ _TOKEN = np.uint32(VOCAB_SIZE_MAX - 1)
 _SHIFT = np.uint32(TOKEN_BITS)
 _MIX_A = np.uint32(0x9E3779B1)
 _MIX_B = np.uint32(0x85EBCA6B)
-_STOP_ONE_IN = 509
+_STOP_ONE_IN = 512
 
 
 class Vocabulary:
@@ -32,7 +32,9 @@ class Vocabulary:
     proposes; the target strays from it in ``strays_of_16`` of sixteen contexts.
     """
 
-    def __init__(self, size: int, drafts: int, seed: int, *, strays_of_16: int = 4, stops: bool = True) -> None:
+    def __init__(
+        self, size: int, drafts: int, seed: int, *, strays_of_16: int = 4, stops: bool = True
+    ) -> None:
         if not FIRST_TOKEN + 8 <= size <= VOCAB_SIZE_MAX:
             raise ValueError(f"vocabulary of {size} tokens is outside {FIRST_TOKEN + 8} to {VOCAB_SIZE_MAX}")
         rng = np.random.default_rng([seed, 0x70C])
@@ -56,7 +58,7 @@ class Vocabulary:
         follows = (context & np.uint32(15)) >= self._strays_of_16
         found = np.where(follows, self.likely.take(state & _TOKEN), stray.astype(np.int32))
         if self._stops:
-            found[context % np.uint32(_STOP_ONE_IN) == 0] = 1
+            found[context & np.uint32(_STOP_ONE_IN - 1) == 0] = 1
         return found
 
 
@@ -71,7 +73,8 @@ class IntegerModel:
         self._block = block
         self._length = block.config.length_max
         self._stages: list[I64] = [
-            np.array([i for i, rank in enumerate(block.ranks) if rank.pp == pp], np.int64) for pp in range(sizes.pp)
+            np.array([i for i, rank in enumerate(block.ranks) if rank.pp == pp], np.int64)
+            for pp in range(sizes.pp)
         ]
         cells = len(block.ranks) * block.config.slots * self._length
         self._cache = [np.zeros(cells, np.uint32) for _ in range(layers // sizes.pp)]
@@ -80,7 +83,7 @@ class IntegerModel:
     def forward(self, batch: InputBatch) -> I32:
         """Next token after each fed token, on each rank of the last stage: int32 [last ranks, tokens]."""
         base = batch.flat * self._length
-        return self._run(batch.input_ids, batch.positions, base[:, batch.token_row])
+        return self._run(batch.input_ids, batch.positions, base.take(batch.token_row, axis=1))
 
     def load_prefix(self, request: NewRequest) -> None:
         """Fill the caches for tokens of ``request`` that count as computed when it starts."""
@@ -116,5 +119,7 @@ class IntegerModel:
         mixed = (mixed & ~_TOKEN) | (state & _TOKEN)
         if len(mixed) > 1 and (mixed[1:] != mixed[0]).any():
             # Tensor-parallel ranks add their parts up: when one is wrong, all are, in the same way.
-            mixed = np.broadcast_to(mixed[0] + (mixed - mixed[0]).sum(axis=0, dtype=np.uint32), mixed.shape).copy()
+            mixed = np.broadcast_to(
+                mixed[0] + (mixed - mixed[0]).sum(axis=0, dtype=np.uint32), mixed.shape
+            ).copy()
         return mixed

@@ -48,7 +48,13 @@ class StageModel:
     """The layers of one rank, with their KV caches."""
 
     def __init__(
-        self, config: ModelConfig, vocabulary: Vocabulary, rank: Rank, sizes: Sizes, reduce: Reduce, gather: Gather
+        self,
+        config: ModelConfig,
+        vocabulary: Vocabulary,
+        rank: Rank,
+        sizes: Sizes,
+        reduce: Reduce,
+        gather: Gather,
     ) -> None:
         self.first = rank.pp == 0
         self.last = rank.pp == sizes.pp - 1
@@ -66,7 +72,9 @@ class StageModel:
         # Column t of the output matrix answers to the tokens that t usually follows.
         likely = torch.from_numpy(vocabulary.likely[: config.vocab_size].astype(np.int64))
         output = torch.zeros(config.vocab_size, DIM, dtype=DTYPE).index_add_(0, likely, embedding)
-        columns = slice(rank.tp * config.vocab_size // sizes.tp, (rank.tp + 1) * config.vocab_size // sizes.tp)
+        columns = slice(
+            rank.tp * config.vocab_size // sizes.tp, (rank.tp + 1) * config.vocab_size // sizes.tp
+        )
         self._output = output[columns].T.contiguous()
 
     def embed(self, batch: InputBatch) -> Tensor:
@@ -94,7 +102,7 @@ class StageModel:
 
 
 class _Layer:
-    """Attention over a window of the row's own cache, this rank's heads only; then a sine layer, this rank's units only.
+    """Attention over a window of the row's own cache, then a sine layer; of both this rank's part only.
 
     The sines make the change depend sharply on the token and what stood before it. It points to a random token
     therefore, not to the same one for as long as the window is much the same.
@@ -127,6 +135,6 @@ class _Layer:
         context = (mixed @ self._out).sum(0)
         reduce(context)
         active = torch.sin(hidden @ self._from_token + context @ self._from_context)
-        change = (active @ self._to_change).sum(0)
+        change: Tensor = (active @ self._to_change).sum(0)
         reduce(change)
         return change

@@ -93,7 +93,8 @@ class MemoryProbe:
 
     def keys_of(self, slots: NDArray[np.integer]) -> U64:
         """See `Probe.keys_of`."""
-        return self._slot_keys[slots]
+        keys: U64 = self._slot_keys[slots]
+        return keys
 
     def spent(self, ns: int) -> None:
         """Nothing to account: there is no step time to compare with."""

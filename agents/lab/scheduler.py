@@ -72,7 +72,12 @@ class Scheduler:
     """One pipeline's scheduler. ``schedule`` and ``update`` are called alternately, up to pp_size + 1 apart."""
 
     def __init__(
-        self, config: SchedulerConfig, requests: Iterable[Request], fault: Fault | None = None, *, replica: int = 0
+        self,
+        config: SchedulerConfig,
+        requests: Iterable[Request],
+        fault: Fault | None = None,
+        *,
+        replica: int = 0,
     ) -> None:
         self.config = config
         self.tick = 0
@@ -202,7 +207,8 @@ class Scheduler:
     def _blocks_needed(self, handles: I32, granted: I32) -> I32:
         size = self.config.block_size
         total = (self.mirror[handles] + granted + size - 1) // size
-        return np.maximum(total - self._blocks_held[handles], 0)
+        needed: I32 = np.maximum(total - self._blocks_held[handles], 0)
+        return needed
 
     def _take_blocks(self, handles: I32, granted: I32) -> None:
         needed = self._blocks_needed(handles, granted)
@@ -354,17 +360,24 @@ class Scheduler:
     def _append(self, handles: I32, tokens: I32, num_sampled: I32, rejected: I32) -> None:
         self.mirror[handles] -= rejected
         self.placeholders[handles] -= num_sampled + rejected
-        width = tokens.shape[1]
-        columns = np.arange(width)
+        columns = np.arange(tokens.shape[1])
         had = self._out_len[handles]
-        stops = (tokens > 0) & (tokens < FIRST_TOKEN) & (columns < num_sampled[:, None])
-        stopped = stops.any(axis=1)
-        take = np.where(stopped, stops.argmax(axis=1) + 1, num_sampled)
-        take = np.minimum(take, self._out_max[handles] - had)
-        rows, cols = np.nonzero(columns < take[:, None])
-        self._out[handles[rows], had[rows] + cols] = tokens[rows, cols]
+        left = self._out_max[handles] - had
+        take = np.minimum(num_sampled, left)
+        # Stop tokens are those from 1 up to the first ordinary one; most steps have none.
+        stops = (tokens - 1).view(np.uint32) < FIRST_TOKEN - 1
+        stopped: Bool | None = None
+        if stops.any():
+            first = np.where(stops.any(axis=1), stops.argmax(axis=1), tokens.shape[1])
+            stopped = first < take
+            take = np.minimum(take, first + 1)
+        chosen = columns < take[:, None]
+        rows = np.arange(len(handles)).repeat(take)
+        where = handles[rows] * np.int64(self._out.shape[1]) + had[rows]
+        self._out.reshape(-1)[where + np.nonzero(chosen)[1]] = tokens[chosen]
         self._out_len[handles] = had + take
-        full = had + take >= self._out_max[handles]
-        ended: Bool = full | (stopped & (take > stops.argmax(axis=1)))
-        for row in np.flatnonzero(ended):
-            self._end(int(handles[row]), "length" if full[row] else "stop")
+        full = take >= left
+        ended = full if stopped is None else full | stopped
+        for row in np.flatnonzero(ended).tolist():
+            is_stop = stopped is not None and bool(stopped[row])
+            self._end(int(handles[row]), "stop" if is_stop else "length")

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Final
 
 import msgspec
@@ -39,7 +40,7 @@ class SimConfig:
     dp: int = 1
     spec_tokens: int = 7
     """K: draft tokens per row."""
-    workload: Workload = Workload()
+    workload: Workload = field(default_factory=Workload)
     seats: int = 32
     """Most requests running at once, per replica."""
     token_budget: int = 512
@@ -62,8 +63,10 @@ class SimConfig:
     fault: Plan | None = None
 
     @classmethod
-    def benign(cls, seed: int, *, pp: int = 3, tp: int = 1, dp: int = 1, spec_tokens: int = 5, requests: int = 200) -> "SimConfig":
-        """Every legitimate event at once: aborts in storms, preemption, slot reuse, chunks, variable K, late and early."""
+    def benign(
+        cls, seed: int, *, pp: int = 3, tp: int = 1, dp: int = 1, spec_tokens: int = 5, requests: int = 200
+    ) -> "SimConfig":
+        """Every legitimate event at once: aborts, bursts, preemption, chunks, variable K, streaming input."""
         workload = Workload(
             requests=requests,
             burst_every=40,
@@ -125,7 +128,9 @@ class _Replica:
 
 
 class Simulator:
-    """Runs a `SimConfig`. ``probes`` may map each rank to a probe of the caller's, real ones with rings included;
+    """Runs a `SimConfig`.
+
+    ``probes`` may map each rank to a probe of the caller's, real ones with rings included;
     without it records are kept in memory and handed out by `iterate` and `run`. ``record=False`` records nothing.
     """
 
@@ -321,7 +326,7 @@ class Simulator:
         return complete
 
     def _meet(self, batches: list[bool]) -> None:
-        """The collective in which replicas tell each other whether they have work; idle ones run a dummy batch for it."""
+        """The collective in which replicas tell whether they have work; idle ones run a dummy batch for it."""
         for replica, has_batch in zip(self._replicas, batches, strict=True):
             if not has_batch and self.fault.skips_dummy(replica.block):
                 self.wedged = f"replica {replica.block.ranks[0].dp} left out its dummy batch"
@@ -360,8 +365,6 @@ def lab_identity(
     started_ns: int = 0,
 ) -> Identity:
     """Identity of a lab rank."""
-    from importlib.metadata import version
-
     return Identity(
         deployment,
         instance,

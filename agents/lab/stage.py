@@ -38,7 +38,9 @@ class Sampled:
 
     def take(self, ranks: I64) -> "Sampled":
         """A copy for receivers: entry i comes from sender ``ranks[i]``."""
-        return Sampled(self.tokens[ranks], self.num_sampled[ranks], self.num_rejected[ranks], self.drafts[ranks])
+        return Sampled(
+            self.tokens[ranks], self.num_sampled[ranks], self.num_rejected[ranks], self.drafts[ranks]
+        )
 
     def copy(self) -> "Sampled":
         """A copy that can be changed without changing what was recorded of this one."""
@@ -121,7 +123,11 @@ class Block:
     """The ranks of one pipeline that run in this process. ``ranks`` is in any order; all share dp."""
 
     def __init__(
-        self, config: StageConfig, ranks: tuple[Rank, ...], fault: Fault | None = None, recorder: Recorder | None = None
+        self,
+        config: StageConfig,
+        ranks: tuple[Rank, ...],
+        fault: Fault | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.config: Final = config
         self.ranks: Final = ranks
@@ -137,7 +143,12 @@ class Block:
         self.earlier: I64 = np.array([i for i, rank in enumerate(ranks) if rank.pp < last], np.int64)
         self.last: I64 = np.array([i for i, rank in enumerate(ranks) if rank.pp == last], np.int64)
         self.states = RequestStates(
-            len(ranks), config.slots, config.handles, config.length_max, config.spec_tokens, config.shuffle_seed
+            len(ranks),
+            config.slots,
+            config.handles,
+            config.length_max,
+            config.spec_tokens,
+            config.shuffle_seed,
         )
         self.request_ids: list[str] = [""] * config.handles
         self.order: SchedulerOutput = dummy_order(config.spec_tokens)
@@ -203,7 +214,9 @@ class Block:
         width = sampled.tokens.shape[2]
         flat = pending.flat[applied]
         num_sampled = sampled.num_sampled[applied]
-        states.computed.reshape(-1)[flat] -= self.fault.rejections(self, applied, sampled.num_rejected)[applied]
+        states.computed.reshape(-1)[flat] -= self.fault.rejections(self, applied, sampled.num_rejected)[
+            applied
+        ]
         column = np.clip(num_sampled, 1, width) - 1
         last = sampled.tokens[applied][np.arange(len(flat)), column]
         states.last_sampled.reshape(-1)[flat] = self.fault.last_tokens(self, applied, sampled, last)
@@ -231,7 +244,8 @@ class Block:
     @property
     def broadcasts(self) -> Bool:
         """Which ranks take part in the current step's broadcast, shape [ranks]."""
-        return self._mask.any(axis=1)
+        taking_part: Bool = np.any(self._mask, axis=1)
+        return taking_part
 
     # ---- after the model
 
@@ -247,8 +261,8 @@ class Block:
         columns = np.arange(drafts + 1)
         first = batch.row_end - batch.draft_count - 1
         index = np.minimum(first[:, None] + columns, batch.row_end[:, None] - 1)
-        tokens = targets[:, index]
-        fed = batch.input_ids[last][:, index]
+        tokens = targets.take(index, axis=1)
+        fed = batch.input_ids[last].take(index, axis=1)
         asked = columns[1:] <= batch.draft_count[:, None]
         accepted = np.logical_and.accumulate((fed[:, :, 1:] == tokens[:, :, :-1]) & asked, axis=2)
         num_accepted = accepted.sum(axis=2, dtype=np.int32)
@@ -257,8 +271,9 @@ class Block:
         num_sampled = np.where(yields, num_accepted + 1, 0).astype(np.int32)
         num_rejected = np.where(yields, batch.draft_count - num_accepted, 0).astype(np.int32)
         following = np.take_along_axis(tokens, num_accepted[:, :, None], axis=2)[:, :, 0]
-        block = chain[following][:, :, :drafts].copy()
-        block[:, :, batch.spec_tokens :] = -1
+        block = chain.take(following, axis=0)
+        if batch.spec_tokens < drafts:
+            block[:, :, batch.spec_tokens :] = -1
         relayed = block if batch.spec_tokens else block[:, :, :0]
         sampled = Sampled(tokens, num_sampled, num_rejected, relayed)
         self.fault.proposed(self, batch, sampled)
@@ -306,7 +321,14 @@ class Block:
         if not len(earlier) or sampled is None:
             self._pending.append(None)
             return
-        columns = self.step, batch.handles, batch.slots[earlier], flat, batch.generation[earlier], self._mask[earlier]
+        columns = (
+            self.step,
+            batch.handles,
+            batch.slots[earlier],
+            flat,
+            batch.generation[earlier],
+            self._mask[earlier],
+        )
         if callable(sampled):
             self._pending.append(Pending(*columns, None, sampled))
         else:

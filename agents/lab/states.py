@@ -18,7 +18,13 @@ class RequestStates:
     """
 
     def __init__(
-        self, ranks: int, slots: int, handles: int, length_max: int, drafts: int, shuffle_seed: int | None = None
+        self,
+        ranks: int,
+        slots: int,
+        handles: int,
+        length_max: int,
+        drafts: int,
+        shuffle_seed: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.slots = slots

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from stagewatch.agents.identity import Rank, Sizes
 from stagewatch.agents.lab.batch import InputBatch
@@ -17,17 +18,19 @@ from stagewatch.agents.lab.stage import Recorder, Sampled
 
 
 class Transport:
-    """One rank's groups: its pipeline for hidden states, a sibling of it for the broadcast, its stage's tensor-parallel one.
+    """One rank's groups: its pipeline, a sibling of that for the broadcast, its stage's tensor-parallel ranks.
 
     Raises RuntimeError, as gloo does, where a peer is gone or ``timeout_s`` passes in a call.
     """
 
-    def __init__(self, store: Path, rank: Rank, sizes: Sizes, recorder: Recorder | None, timeout_s: float) -> None:
+    def __init__(
+        self, store: Path, rank: Rank, sizes: Sizes, recorder: Recorder | None, timeout_s: float
+    ) -> None:
         world = sizes.pp * sizes.tp
         self._rank, self._sizes, self._recorder = rank, sizes, recorder
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(store), world),
+            store=FileStore(str(store), world),
             rank=rank.pp * sizes.tp + rank.tp,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
@@ -93,7 +96,9 @@ class Transport:
                 if work is not None:
                     work.wait()
             num_sampled, num_rejected = counts.numpy()
-            return Sampled(_narrow(tokens), num_sampled[None].copy(), num_rejected[None].copy(), _narrow(block))
+            return Sampled(
+                _narrow(tokens), num_sampled[None].copy(), num_rejected[None].copy(), _narrow(block)
+            )
 
         return wait
 

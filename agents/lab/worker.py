@@ -62,7 +62,9 @@ def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, start
         config.vocab_size, config.layers, config.seed, config.seats, config.max_model_len, config.context
     )
     model = StageModel(model_config, vocabulary, rank, sizes, transport.reduce, transport.gather)
-    worker = _Worker(block, model, transport, vocabulary, pipe if rank.pp == config.pp - 1 and rank.tp == 0 else None)
+    worker = _Worker(
+        block, model, transport, vocabulary, pipe if rank.pp == config.pp - 1 and rank.tp == 0 else None
+    )
     with torch.inference_mode():
         while not (order := pipe.recv()).stop:
             worker.iterate(order)
@@ -75,7 +77,12 @@ def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, start
 
 class _Worker:
     def __init__(
-        self, block: Block, model: StageModel, transport: Transport, vocabulary: Vocabulary, results: Connection | None
+        self,
+        block: Block,
+        model: StageModel,
+        transport: Transport,
+        vocabulary: Vocabulary,
+        results: Connection | None,
     ) -> None:
         self._block, self._model, self._transport = block, model, transport
         self._vocabulary, self._results = vocabulary, results

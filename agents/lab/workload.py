@@ -59,7 +59,9 @@ class Workload:
                 drawn += 1
             arrives += 1
 
-    def _bodies(self, rng: np.random.Generator, vocab_size: int, prefix: str) -> Iterator[Callable[[int], Request]]:
+    def _bodies(
+        self, rng: np.random.Generator, vocab_size: int, prefix: str
+    ) -> Iterator[Callable[[int], Request]]:
         # Drawn many at a time: one call of the generator costs as much as a whole row of a step.
         number = 0
         while True:
@@ -81,7 +83,9 @@ class Workload:
         is_remote = remote < self.remote_probability and max_tokens > 1
         turns: tuple[I32, ...] = ()
         if streams < self.streaming_probability:
-            turns = (more[: 1 + int(which * 11)],) if which < 0.5 else (more[:7], more[7 : 8 + int(which * 11)])
+            turns = (
+                (more[: 1 + int(which * 11)],) if which < 0.5 else (more[:7], more[7 : 8 + int(which * 11)])
+            )
         return Request(
             request_id=name,
             prompt=prompt,
