@@ -8,6 +8,7 @@ Raw token columns are empty unless the operator opted in; nothing but display ev
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 import numpy as np
@@ -204,7 +205,7 @@ def list_offsets(block: Block, column: str) -> I64:
     per_row = (
         block.width if isinstance(block, PayloadBlock) and column == "raw_tokens" else cast(Any, block).drafts
     )
-    sizes: I64 = np.concatenate([[0], np.cumsum(block.rows * per_row, dtype=np.int64)])
+    sizes: I64 = np.concatenate([[0], np.cumsum(block.rows.astype(np.int64) * per_row)])
     return sizes
 
 
@@ -275,187 +276,221 @@ def _heads(records: Sequence[Record]) -> tuple[I64, I64, I64]:
     )
 
 
-def _scalar(bodies: Sequence[Any], name: str, dtype: type[np.signedinteger[Any]] = np.int32) -> NDArray[Any]:
-    return np.array([getattr(body, name) for body in bodies], dtype)
+class _Columns:
+    """The columns and scalars of many bodies of one type, fetched once: by name, one array per body."""
 
+    def __init__(self, records: Sequence[Record]) -> None:
+        bodies = [found.body for found in records]
+        names = [*bodies[0].SCALARS, *(name for name, _, _ in bodies[0].COLUMNS)]
+        self._values = dict(zip(names, zip(*map(attrgetter(*names), bodies), strict=True), strict=True))
 
-def _joined(bodies: Sequence[Any], name: str) -> NDArray[Any]:
-    return np.concatenate([getattr(body, name) for body in bodies])
+    def joined(self, name: str) -> NDArray[Any]:
+        """A column with one entry per row, all steps end to end."""
+        return np.concatenate(self._values[name])
 
+    def flat(self, name: str) -> I32:
+        """A table of every step, its rows laid end to end, whatever the width of each."""
+        return np.concatenate([table.reshape(-1) for table in self._values[name]])
 
-def _inputs_block(
-    records: Sequence[Record], identity: Identity, digester: Digester, raw: bool
-) -> InputsBlock:
-    bodies = [cast(Inputs, found.body) for found in records]
-    scheduled = _joined(bodies, "scheduled")
-    ids, positions = _joined(bodies, "input_ids"), _joined(bodies, "positions")
-    last, draft_count = _joined(bodies, "last_sampled"), _joined(bodies, "draft_count")
-    drafts = _padded(bodies)
-    used = np.clip(draft_count, 0, drafts.shape[1])
-    first, shape = _position_shape(positions, scheduled)
-    ids_digest = digester.ragged(ids, scheduled)
-    return InputsBlock(
-        *_heads(records),
-        rows=np.array([len(body.request) for body in bodies], np.int32),
-        tick=_scalar(bodies, "tick", np.int64),
-        graph_mode=_scalar(bodies, "graph_mode"),
-        spec_tokens=_scalar(bodies, "spec_tokens"),
-        padded_tokens=_scalar(bodies, "padded_tokens"),
-        drafts=_draft_columns(bodies),
-        request=_joined(bodies, "request"),
-        slot=_joined(bodies, "slot"),
-        generation=_joined(bodies, "generation"),
-        mirror=_joined(bodies, "mirror"),
-        computed=_joined(bodies, "computed"),
-        prefill_len=_joined(bodies, "prefill_len"),
-        scheduled=scheduled,
-        draft_count=draft_count,
-        cap=_joined(bodies, "cap"),
-        position=first,
-        position_shape=shape,
-        ids_digest=ids_digest,
-        last_digest=digester.single(last),
-        draft_digest=digester.prefixes(drafts, used),
-        prefilling=_joined(bodies, "prefilling"),
-        flags=_input_flags(ids, positions, scheduled, last, drafts, used, ids_digest, identity, digester),
-        raw_ids=ids if raw else _NO_TOKENS,
-        raw_last=last if raw else _NO_TOKENS,
-        raw_drafts=_joined_flat(bodies, "draft_tokens") if raw else _NO_TOKENS,
-    )
+    def rows(self, name: str) -> I32:
+        """Rows of the column or table in each step."""
+        return np.array([len(value) for value in self._values[name]], np.int32)
+
+    def width(self, name: str) -> I32:
+        """Columns of the table in each step."""
+        return np.array([table.shape[1] for table in self._values[name]], np.int32)
+
+    def scalar(self, name: str, dtype: type[np.signedinteger[Any]] = np.int32) -> NDArray[Any]:
+        """A number per step. A wider one wraps, as it does in a record's columns."""
+        return np.array(self._values[name], np.int64).astype(dtype)
 
 
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
-def _padded(bodies: Sequence[Inputs | Payload]) -> I32:
-    """Draft tables of all steps one under the other, padded with 0 to the widest: int32 [rows, K]."""
-    width = max(body.draft_tokens.shape[1] for body in bodies)
-    if all(body.draft_tokens.shape[1] == width for body in bodies):
-        return np.concatenate([body.draft_tokens for body in bodies])
-    return np.concatenate(
-        [np.pad(b.draft_tokens, ((0, 0), (0, width - b.draft_tokens.shape[1]))) for b in bodies]
+def _starts(lengths: I32) -> I64:
+    """Where each row begins, rows of the given lengths laid end to end."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def _elements(starts: I64, lengths: I32) -> I64:
+    """Index of each element of each row, row after row: int64 [sum of lengths]."""
+    total = int(lengths.sum(dtype=np.int64))
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(total)
+
+
+def _any_within(found: NDArray[np.bool_], starts: I64, lengths: I32) -> NDArray[np.bool_]:
+    """Whether any element of each row is true; a row is ``lengths[row]`` elements from ``starts[row]`` on."""
+    if not found.any():
+        return np.zeros(len(lengths), np.bool_)
+    sums = np.zeros(len(found) + 1, np.int64)
+    np.cumsum(found, out=sums[1:])
+    within: NDArray[np.bool_] = sums[starts + lengths] > sums[starts]
+    return within
+
+
+def _inputs_block(
+    records: Sequence[Record], identity: Identity, digester: Digester, raw: bool
+) -> InputsBlock:
+    columns = _Columns(records)
+    fed = _Fed(
+        ids=columns.joined("input_ids"),
+        positions=columns.joined("positions"),
+        scheduled=columns.joined("scheduled"),
+        last=columns.joined("last_sampled"),
+        drafts=columns.flat("draft_tokens"),
+        widths=np.repeat(columns.width("draft_tokens"), columns.rows("request")),
+        draft_count=columns.joined("draft_count"),
+    )
+    position, position_shape = _position_shape(fed.positions, fed.scheduled)
+    return InputsBlock(
+        *_heads(records),
+        rows=columns.rows("request"),
+        tick=columns.scalar("tick", np.int64),
+        graph_mode=columns.scalar("graph_mode"),
+        spec_tokens=columns.scalar("spec_tokens"),
+        padded_tokens=columns.scalar("padded_tokens"),
+        drafts=columns.width("draft_tokens"),
+        request=columns.joined("request"),
+        slot=columns.joined("slot"),
+        generation=columns.joined("generation"),
+        mirror=columns.joined("mirror"),
+        computed=columns.joined("computed"),
+        prefill_len=columns.joined("prefill_len"),
+        scheduled=fed.scheduled,
+        draft_count=fed.draft_count,
+        cap=columns.joined("cap"),
+        position=position,
+        position_shape=position_shape,
+        ids_digest=digester.ragged(fed.ids, fed.scheduled),
+        last_digest=digester.single(fed.last),
+        draft_digest=digester.rows(fed.drafts, _starts(fed.widths), fed.used),
+        prefilling=columns.joined("prefilling"),
+        flags=_input_flags(fed, identity),
+        raw_ids=fed.ids if raw else _NO_TOKENS,
+        raw_last=fed.last if raw else _NO_TOKENS,
+        raw_drafts=fed.drafts if raw else _NO_TOKENS,
     )
 
 
-def _draft_columns(bodies: Sequence[Inputs | Payload]) -> I32:
-    return np.array([body.draft_tokens.shape[1] for body in bodies], np.int32)
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """The tokens that the rows of an inputs block fed and held, rows laid end to end."""
 
+    ids: I32
+    positions: I32
+    scheduled: I32
+    last: I32
+    drafts: I32
+    widths: I32
+    """Columns that each row has in `drafts`."""
+    draft_count: I32
 
-def _joined_flat(bodies: Sequence[Any], name: str) -> I32:
-    return np.concatenate([getattr(body, name).reshape(-1) for body in bodies])
-
-
-def _row_any(found: NDArray[np.bool_], lengths: I32) -> NDArray[np.bool_]:
-    """Whether any element of each row is true; rows laid end to end, some perhaps empty."""
-    sums = np.concatenate([[0], np.cumsum(found)])
-    ends = np.cumsum(lengths)
-    return cast("NDArray[np.bool_]", sums[ends] > sums[ends - lengths])
+    @property
+    def used(self) -> I32:
+        """Draft tokens of each row that its step uses."""
+        return np.clip(self.draft_count, 0, self.widths)
 
 
 def _position_shape(positions: I32, lengths: I32) -> tuple[I32, U64]:
-    starts = np.cumsum(lengths) - lengths
+    starts = _starts(lengths)
     if not len(positions):
         return np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.uint64)
     first = positions[np.minimum(starts, len(positions) - 1)]
+    first[lengths == 0] = 0
     index = np.arange(len(positions)) - np.repeat(starts, lengths)
     relative = (positions - np.repeat(first, lengths)).astype(np.uint64)
     weights = (2 * index + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(relative * weights, dtype=np.uint64)])
+    sums = np.zeros(len(positions) + 1, np.uint64)
+    np.cumsum(relative * weights, out=sums[1:])
     return first, sums[starts + lengths] - sums[starts]
 
 
-def _input_flags(
-    ids: I32,
-    positions: I32,
-    scheduled: I32,
-    last: I32,
-    drafts: I32,
-    used: I32,
-    ids_digest: U64,
-    identity: Identity,
-    digester: Digester,
-) -> U8:
-    flags = np.where(_row_any(ids < 0, scheduled), SUSPECT_ID_NEGATIVE, 0)
+def _input_flags(fed: _Fed, identity: Identity) -> U8:
+    starts, draft_starts, used = _starts(fed.scheduled), _starts(fed.widths), fed.used
+    flags = np.where(_any_within(fed.ids < 0, starts, fed.scheduled), SUSPECT_ID_NEGATIVE, 0)
     if identity.vocab_size > 0:
-        flags |= np.where(_row_any(ids >= identity.vocab_size, scheduled), SUSPECT_ID_BEYOND_VOCAB, 0)
-    bad = positions < 0
+        beyond = _any_within(fed.ids >= identity.vocab_size, starts, fed.scheduled)
+        flags |= np.where(beyond, SUSPECT_ID_BEYOND_VOCAB, 0)
+    bad = fed.positions < 0
     if identity.max_model_len > 0:
-        bad |= positions >= identity.max_model_len
-    flags |= np.where(_row_any(bad, scheduled), SUSPECT_POSITION, 0)
-    columns = np.arange(drafts.shape[1]) < used[:, None]
-    flags |= np.where((used > 0) & ~((drafts != 0) & columns).any(axis=1), DRAFTS_ALL_ZERO, 0)
-    state = np.concatenate([last[:, None], drafts], axis=1)
-    flags |= np.where(digester.prefixes(state, used + 1) == ids_digest, FEED_IS_STATE, 0)
+        bad |= fed.positions >= identity.max_model_len
+    flags |= np.where(_any_within(bad, starts, fed.scheduled), SUSPECT_POSITION, 0)
+    held = _any_within(fed.drafts != 0, draft_starts, used)
+    flags |= np.where((used > 0) & ~held, DRAFTS_ALL_ZERO, 0)
+    rows = np.flatnonzero(fed.scheduled == used + 1)
+    starts, draft_starts, used = starts[rows], draft_starts[rows], used[rows]
+    differs = fed.ids[_elements(starts + 1, used)] != fed.drafts[_elements(draft_starts, used)]
+    is_state = (fed.ids[starts] == fed.last[rows]) & ~_any_within(differs, _starts(used), used)
+    flags[rows[is_state]] |= FEED_IS_STATE
     return flags.astype(np.uint8)
 
 
 def _mask_block(records: Sequence[Record]) -> MaskBlock:
-    bodies = [cast(Mask, found.body) for found in records]
+    columns = _Columns(records)
     return MaskBlock(
         *_heads(records),
-        rows=np.array([len(body.engine) for body in bodies], np.int32),
-        engine_none=_scalar(bodies, "engine_none"),
-        fixed_none=_scalar(bodies, "fixed_none"),
-        engine=_joined(bodies, "engine"),
-        fixed=_joined(bodies, "fixed"),
+        rows=columns.rows("engine"),
+        engine_none=columns.scalar("engine_none"),
+        fixed_none=columns.scalar("fixed_none"),
+        engine=columns.joined("engine"),
+        fixed=columns.joined("fixed"),
     )
 
 
 def _payload_block(
     records: Sequence[Record], identity: Identity, digester: Digester, raw: bool
 ) -> PayloadBlock:
-    bodies = [cast(Payload, found.body) for found in records]
-    rows = np.array([len(body.request) for body in bodies], np.int32)
-    width = np.array([body.tokens.shape[1] for body in bodies], np.int32)
-    num_sampled, num_rejected = _joined(bodies, "num_sampled"), _joined(bodies, "num_rejected")
-    widest = int(width.max())
-    tokens = np.concatenate([np.pad(b.tokens, ((0, 0), (0, widest - b.tokens.shape[1]))) for b in bodies])
-    row_width = np.repeat(width, rows)
-    defined = np.clip(num_sampled, 0, row_width)
-    last = (
-        tokens[np.arange(len(tokens)), np.maximum(defined - 1, 0)]
-        if widest
-        else np.zeros(len(tokens), np.int32)
-    )
-    drafts = _padded(bodies)
-    row_drafts = np.repeat(_draft_columns(bodies), rows)
+    columns = _Columns(records)
+    rows, width, draft_width = columns.rows("request"), columns.width("tokens"), columns.width("draft_tokens")
+    num_sampled, num_rejected = columns.joined("num_sampled"), columns.joined("num_rejected")
+    tokens, drafts = columns.flat("tokens"), columns.flat("draft_tokens")
+    row_width, row_drafts = np.repeat(width, rows), np.repeat(draft_width, rows)
+    starts, defined = _starts(row_width), np.clip(num_sampled, 0, row_width)
+    sampled = defined > 0
+    last_digest = np.zeros(len(defined), np.uint64)
+    last_digest[sampled] = digester.single(tokens[(starts + defined - 1)[sampled]])
     return PayloadBlock(
         *_heads(records),
         rows=rows,
-        at=_scalar(bodies, "at", np.int64),
-        skipped=_scalar(bodies, "skipped"),
+        at=columns.scalar("at", np.int64),
+        skipped=columns.scalar("skipped"),
         width=width,
-        drafts=_draft_columns(bodies),
-        request=_joined(bodies, "request"),
-        slot=_joined(bodies, "slot"),
-        generation=_joined(bodies, "generation"),
-        generation_now=_joined(bodies, "generation_now"),
+        drafts=draft_width,
+        request=columns.joined("request"),
+        slot=columns.joined("slot"),
+        generation=columns.joined("generation"),
+        generation_now=columns.joined("generation_now"),
         num_sampled=num_sampled,
         num_rejected=num_rejected,
-        tokens_digest=digester.prefixes(tokens, defined),
-        last_digest=np.where(defined > 0, digester.single(last), np.uint64(0)),
-        draft_digest=digester.prefixes(drafts, row_drafts),
-        applied=_joined(bodies, "applied"),
-        flags=_payload_flags(num_sampled, num_rejected, tokens, defined, identity),
-        raw_tokens=_joined_flat(bodies, "tokens") if raw else _NO_TOKENS,
-        raw_drafts=_joined_flat(bodies, "draft_tokens") if raw else _NO_TOKENS,
+        tokens_digest=digester.rows(tokens, starts, defined),
+        last_digest=last_digest,
+        draft_digest=digester.ragged(drafts, row_drafts),
+        applied=columns.joined("applied"),
+        flags=_payload_flags(num_sampled, num_rejected, tokens, starts, defined, identity),
+        raw_tokens=tokens if raw else _NO_TOKENS,
+        raw_drafts=drafts if raw else _NO_TOKENS,
     )
 
 
-def _payload_flags(num_sampled: I32, num_rejected: I32, tokens: I32, defined: I32, identity: Identity) -> U8:
-    most = identity.spec_tokens + 1 if identity.spec_tokens >= 0 else np.iinfo(np.int32).max
+def _payload_flags(
+    num_sampled: I32, num_rejected: I32, tokens: I32, starts: I64, defined: I32, identity: Identity
+) -> U8:
+    most = identity.spec_tokens + 1
     bad_counts = (num_sampled < 0) | (num_rejected < 0) | (num_sampled.astype(np.int64) + num_rejected > most)
     flags = np.where(bad_counts, SUSPECT_COUNTS, 0)
-    columns = np.arange(tokens.shape[1]) < defined[:, None]
-    flags |= np.where(((tokens < 0) & columns).any(axis=1), SUSPECT_ID_NEGATIVE, 0)
+    flags |= np.where(_any_within(tokens < 0, starts, defined), SUSPECT_ID_NEGATIVE, 0)
     if identity.vocab_size > 0:
-        flags |= np.where(((tokens >= identity.vocab_size) & columns).any(axis=1), SUSPECT_ID_BEYOND_VOCAB, 0)
+        beyond = _any_within(tokens >= identity.vocab_size, starts, defined)
+        flags |= np.where(beyond, SUSPECT_ID_BEYOND_VOCAB, 0)
     return flags.astype(np.uint8)
 
 
 def _event_block(records: Sequence[Record]) -> EventBlock:
     def column(name: str, dtype: Any) -> NDArray[Any]:
-        return np.array([getattr(found.body, name, 0) for found in records], dtype)
+        values = [getattr(found.body, name, 0) for found in records]
+        # A number too wide for its column wraps, as it does in a record's columns.
+        return np.array(values, np.uint64 if dtype is np.uint64 else np.int64).astype(dtype)
 
     return EventBlock(
         *_heads(records),
