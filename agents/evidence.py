@@ -307,7 +307,8 @@ def _payload_block(
 def _payload_flags(
     num_sampled: I32, num_rejected: I32, tokens: I32, starts: I64, defined: I32, identity: Identity
 ) -> U8:
-    most = identity.spec_tokens + 1
+    # A recorded trace does not say what K was.
+    most = identity.spec_tokens + 1 if identity.spec_tokens >= 0 else np.iinfo(np.int32).max
     bad_counts = (num_sampled < 0) | (num_rejected < 0) | (num_sampled.astype(np.int64) + num_rejected > most)
     flags = np.where(bad_counts, SUSPECT_COUNTS, 0)
     flags |= np.where(_any_within(tokens < 0, starts, defined), SUSPECT_ID_NEGATIVE, 0)
