@@ -94,10 +94,11 @@ class Record:
 # magic, kind, scalar count, size, crc, rows, width, drafts, ragged, text bytes, seq, step, t_ns, scalars
 _HEAD = struct.Struct("<HBBIIIIIIIQQQ5q")
 HEAD_SIZE = _HEAD.size
-# The head in the two parts that are packed, the second of them the first that the checksum covers.
-_PREFIX = struct.Struct("<HBBII")
-_COVERED = struct.Struct("<IIIIIQQQ5q")
-_COVERED_FROM = _PREFIX.size
+# The head in its parts: the checksum lies between two and covers everything else, the kind included.
+_LEAD = struct.Struct("<HBBI")
+_CRC = struct.Struct("<I")
+_REST = struct.Struct("<IIIIIQQQ5q")
+_REST_AT = _LEAD.size + _CRC.size
 _SCALARS_MAX = 5
 _KINDS = {int(kind): kind for kind in Kind}
 
@@ -268,14 +269,15 @@ def encode(kind: Kind, seq: int, step: int, t_ns: int, body: Body) -> bytes:
     end = plan.text_at + len(text)
     size = (end + 7) & ~7
     scalars = (*schema.scalars(body), *schema.scalar_padding)
-    covered = _COVERED.pack(*counts, len(text), seq, step, t_ns, *scalars)
+    head = _REST.pack(*counts, len(text), seq, step, t_ns, *scalars)
     padding = bytes(size - end)
     try:
-        rest = b"".join((covered, *columns, text, padding))
+        rest = b"".join((head, *columns, text, padding))
     except TypeError:  # a column with holes between its elements
         columns = tuple(column.copy(order="C") for column in columns)
-        rest = b"".join((covered, *columns, text, padding))
-    return _PREFIX.pack(MAGIC, kind, schema.scalar_count, size, zlib.crc32(rest)) + rest
+        rest = b"".join((head, *columns, text, padding))
+    lead = _LEAD.pack(MAGIC, kind, schema.scalar_count, size)
+    return lead + _CRC.pack(zlib.crc32(rest, zlib.crc32(lead))) + rest
 
 
 def decode(buffer: memoryview | bytes) -> Record:
@@ -296,7 +298,7 @@ def decode(buffer: memoryview | bytes) -> Record:
         raise RecordError(f"record begins with {magic:#06x}, not {MAGIC:#06x}")
     if size > len(buffer) or size > SIZE_MAX or size < HEAD_SIZE or size % 8:
         raise RecordError(f"record claims {size} bytes of {len(buffer)} present")
-    if zlib.crc32(memoryview(buffer)[_COVERED_FROM:size]) != crc:
+    if zlib.crc32(memoryview(buffer)[_REST_AT:size], zlib.crc32(buffer[: _LEAD.size])) != crc:
         raise RecordError("record checksum does not match: torn or overwritten")
     kind = _KINDS.get(kind_code)
     if kind is None:
