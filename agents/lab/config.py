@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 from secrets import token_hex
+from typing import Self
+
+import msgspec
 
 from stagewatch.agents.identity import Sizes
 from stagewatch.agents.lab.fault import Plan
@@ -77,3 +80,12 @@ class LabConfig:
             variable_spec=self.variable_spec,
             seed=self.seed,
         )
+
+    def encode(self) -> bytes:
+        """As JSON, for the driver's stdin."""
+        return msgspec.json.encode(self, enc_hook=str)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Self:
+        """The config of `encode`. Raises msgspec.DecodeError for anything else."""
+        return msgspec.json.decode(encoded, type=cls, dec_hook=lambda kind, value: kind(value))

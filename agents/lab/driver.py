@@ -225,7 +225,7 @@ def main() -> int:
     """Read a `LabConfig` from stdin and run it. 0: it came to its end; 1: a rank died; 2: it cannot be run."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        ended = Driver(msgspec.json.decode(sys.stdin.buffer.read(), type=LabConfig)).run()
+        ended = Driver(LabConfig.decode(sys.stdin.buffer.read())).run()
     except (StagewatchError, msgspec.MsgspecError) as error:
         emit(Ended(str(error), 0, 0, 0, {}, []))
         return 2

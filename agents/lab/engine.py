@@ -52,6 +52,7 @@ class Lab:
         self._pids: dict[str, int] = {}
         self._ended: Ended | None = None
         self._started = threading.Event()
+        encoded = config.encode()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stagewatch.agents.lab.driver"],
             stdin=subprocess.PIPE,
@@ -62,7 +63,7 @@ class Lab:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise LabError("the lab's driver has no pipes")
-        stdin.write(msgspec.json.encode(config))
+        stdin.write(encoded)
         stdin.close()
         self._reader = threading.Thread(target=self._read, args=(stdout,), daemon=True)
         self._reader.start()
