@@ -7,8 +7,9 @@ from typing import Self
 import msgspec
 
 from stagewatch.agents.identity import Sizes
-from stagewatch.agents.lab.fault import Plan
-from stagewatch.agents.lab.scheduler import SchedulerConfig
+from stagewatch.agents.lab.fault import Fault, Plan
+from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.scheduler import LabError, SchedulerConfig
 from stagewatch.agents.lab.stage import StageConfig
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.settings import ProbeSettings
@@ -53,6 +54,17 @@ class LabConfig:
     def sizes(self) -> Sizes:
         """Extents of the parallel dimensions."""
         return Sizes(1, self.pp, self.tp)
+
+    def check(self) -> Fault:
+        """The fault to run with. Raises LabError or FaultError for a configuration that cannot run."""
+        fault = make_fault(self.fault, self.sizes, self.spec_tokens)
+        if fault.SIMULATOR_ONLY:
+            raise LabError(f"fault {fault.NAME} can only be put into the simulator")
+        if self.layers % self.pp:
+            raise LabError(f"{self.layers} layers do not divide into {self.pp} stages: choose a multiple")
+        if self.tp not in (1, 2):
+            raise LabError(f"tp {self.tp}: the lab's model has two heads, so 1 or 2 ranks share a stage")
+        return fault
 
     def stage_config(self) -> StageConfig:
         """The stages' part."""

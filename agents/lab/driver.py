@@ -25,41 +25,10 @@ from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.batch import dummy_order
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.fault import Injection
-from stagewatch.agents.lab.faults import make_fault
-from stagewatch.agents.lab.messages import Output, StepResult
+from stagewatch.agents.lab.events import Ended, Event, Progress, Started
+from stagewatch.agents.lab.messages import StepResult
 from stagewatch.agents.lab.scheduler import LabError, Scheduler
 from stagewatch.agents.lab.worker import Farewell, run_rank
-
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have been forked."""
-
-    instance: str
-    pids: dict[str, int]
-    """Process of each rank, by its name as in ``dp0.pp1.tp0``."""
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A request finished, or goes on."""
-
-    tick: int
-    output: Output
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The run is over."""
-
-    error: str
-    """Empty if it came to its end."""
-    steps: int
-    ticks: int
-    preemptions: int
-    exit_codes: dict[str, int]
-    injections: list[Injection]
-
-
-Event = Started | Progress | Ended
 
 
 class Driver:
@@ -67,11 +36,7 @@ class Driver:
 
     def __init__(self, config: LabConfig) -> None:
         self._config = config
-        self._fault = make_fault(config.fault, config.sizes, config.spec_tokens)
-        if config.fault is not None and self._fault.SIMULATOR_ONLY:
-            raise LabError(f"fault {config.fault.name} can only be put into the simulator")
-        if config.layers % config.pp:
-            raise LabError(f"{config.layers} layers do not divide into {config.pp} stages: choose a multiple")
+        self._fault = config.check()
         requests = config.workload.draw(config.seed, config.vocab_size)
         self._scheduler = Scheduler(config.scheduler_config(), requests, self._fault)
         self._ranks = [Rank(0, pp, tp) for pp in range(config.pp) for tp in range(config.tp)]

@@ -14,7 +14,7 @@ import msgspec
 
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.driver import Ended, Event, Progress, Started
+from stagewatch.agents.lab.events import Ended, Event, Progress, Started
 from stagewatch.agents.lab.fault import Injection
 from stagewatch.agents.lab.messages import Output
 from stagewatch.agents.lab.scheduler import LabError
@@ -41,7 +41,10 @@ class LabResult:
 
 
 class Lab:
-    """A running lab. It is a process group of its own, which `stop` ends whole."""
+    """A running lab. It is a process group of its own, which `stop` ends whole.
+
+    Raises LabError or FaultError for a configuration that cannot run.
+    """
 
     def __init__(self, config: LabConfig, on_output: Callable[[int, Output], None] | None = None) -> None:
         self.config: Final = config
@@ -52,6 +55,7 @@ class Lab:
         self._pids: dict[str, int] = {}
         self._ended: Ended | None = None
         self._started = threading.Event()
+        config.check()
         encoded = config.encode()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stagewatch.agents.lab.driver"],

@@ -41,7 +41,7 @@ FIRST_SEEN: dict[str, set[str] | None] = {
 
 def struck_run(name: str, plan: Plan | None = None) -> tuple[SimConfig, SimResult]:
     dp = REGISTRY[name].LEAST.dp
-    config = SimConfig.benign(3, pp=PP, tp=TP, dp=dp, spec_tokens=K, requests=60)
+    config = SimConfig.benign(3, pp=PP, tp=TP, dp=dp, spec_tokens=K, requests=50)
     config = replace(config, fault=plan or Plan(name, from_step=FROM))
     return config, Simulator(config).run()
 
