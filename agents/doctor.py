@@ -13,8 +13,16 @@ from typing import Any, Final, Literal
 import msgspec
 
 from stagewatch.agents.engines.vllm_mask import CASES, MaskVerdict, judge_mask
-from stagewatch.agents.engines.vllm_variants import Engine, Finding, inspect_engine, load_engine
+from stagewatch.agents.engines.vllm_variants import (
+    Engine,
+    Finding,
+    UnknownShapeError,
+    inspect_engine,
+    load_engine,
+)
 from stagewatch.agents.settings import RING_DIR
+
+__all__ = ["Examination", "UnknownShapeError", "arming", "cadence_of", "diagnose", "examine"]
 
 Answer = Literal["yes", "no", "unknown"]
 Verdict = Literal["sound", "exposed", "unknown"]
@@ -70,13 +78,13 @@ class Examination(msgspec.Struct, frozen=True):
 
 
 def examine(*, plugins: bool = True, environment: Mapping[str, str] = os.environ) -> Examination:
-    """Examine the vLLM of this environment, with its plugins applied as a worker would. Raises UnknownShape."""
+    """Examine the vLLM of this environment, with its plugins applied as a worker would. Raises UnknownShapeError."""
     engine = load_engine()
     if plugins:
         importlib.import_module("vllm.plugins").load_general_plugins()
     version = str(importlib.import_module("vllm").__version__)
     exposures = (_speculation(), _cadence())
-    return diagnose(engine, version, exposures, _arming(environment))
+    return diagnose(engine, version, exposures, arming(environment))
 
 
 def diagnose(engine: Engine, version: str, exposures: tuple[Exposure, ...], arming: str) -> Examination:
@@ -97,7 +105,8 @@ def diagnose(engine: Engine, version: str, exposures: tuple[Exposure, ...], armi
         mask.verdict,
         mask.why,
         tuple(
-            CaseAnswer(r.number, CASES[r.number - 1].since, r.expected, r.found, r.passed, r.error) for r in mask.results
+            CaseAnswer(r.number, CASES[r.number - 1].since, r.expected, r.found, r.passed, r.error)
+            for r in mask.results
         ),
         exposures,
         finding.hooks,
@@ -136,11 +145,15 @@ def _speculation() -> Exposure:
     name = "pipeline-with-speculation-reachable"
     try:
         parallel = importlib.import_module("vllm.config.parallel").ParallelConfig
-        create = importlib.import_module("vllm.config.speculative").SpeculativeConfig.create_draft_parallel_config
+        create = importlib.import_module(
+            "vllm.config.speculative"
+        ).SpeculativeConfig.create_draft_parallel_config
         draft = create(parallel(pipeline_parallel_size=2, distributed_executor_backend="mp"), 1)
         size = int(draft.pipeline_parallel_size)
     except Exception as error:  # noqa: BLE001  # a stranger's code: what it raises is the finding
-        return Exposure(name, "unknown", f"the drafter's configuration cannot be made: {type(error).__name__}: {error}")
+        return Exposure(
+            name, "unknown", f"the drafter's configuration cannot be made: {type(error).__name__}: {error}"
+        )
     if size == 1:
         return Exposure(name, "yes", "drafters run on the last stage alone and boot beside pipeline stages")
     why = "drafters are asked to be pipelined themselves: refused at boot unless theirs can be or a fork lifts that"
@@ -165,7 +178,9 @@ def cadence_of(plain: type, asynchronous: type) -> Exposure:
     if _stores(plain, _ELIGIBLE):
         return Exposure(name, "no", "both schedulers space a request's decodes")
     if _stores(asynchronous, _ELIGIBLE):
-        why = "only the asynchronous scheduler spaces a request's decodes: never use --no-async-scheduling here"
+        why = (
+            "only the asynchronous scheduler spaces a request's decodes: never use --no-async-scheduling here"
+        )
         return Exposure(name, "yes", why)
     return Exposure(name, "unknown", f"no scheduler sets {_ELIGIBLE}: how decodes are spaced is not known")
 
@@ -191,7 +206,8 @@ def _not_hooked(finding: Finding) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _arming(environment: Mapping[str, str]) -> str:
+def arming(environment: Mapping[str, str]) -> str:
+    """Whether a worker started in ``environment`` would arm, and if not why."""
     declared = [point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
     if "stagewatch" not in declared:
         return "no: the entry point is not installed here: pip install stagewatch in the engine's environment"

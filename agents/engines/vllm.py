@@ -131,7 +131,12 @@ def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeS
         raise
     _Timer(probe, staging.poll, settings.heartbeat_s).start()
     probe.heartbeat()
-    log.warning("stagewatch: rank %s armed, vLLM %s, variant %s.", identity.rank, identity.engine_version, finding.variant)
+    log.warning(
+        "stagewatch: rank %s armed, vLLM %s, variant %s.",
+        identity.rank,
+        identity.engine_version,
+        finding.variant,
+    )
     return hooks
 
 

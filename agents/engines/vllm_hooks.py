@@ -208,7 +208,9 @@ class RankHooks:
             return None, None
         return entry, self._handler.req_idx_gen_np[entry.idx_mapping_np]
 
-    def _consumed(self, seen: tuple[Any, I32 | None] | None, outputs: Any, args: Args, kwargs: Kwargs) -> None:
+    def _consumed(
+        self, seen: tuple[Any, I32 | None] | None, outputs: Any, args: Args, kwargs: Kwargs
+    ) -> None:
         entry, generation_now = seen or (None, None)
         if entry is None or generation_now is None:
             return
@@ -220,7 +222,9 @@ class RankHooks:
         probe, at = self._probe, self._probe.step + 1
         tensors = _tensors(entry)
         if outputs is not None:
-            tensors[:_DRAFTS_AT] = [outputs[name] for name in ("sampled_tokens", "num_sampled", "num_rejected")]
+            tensors[:_DRAFTS_AT] = [
+                outputs[name] for name in ("sampled_tokens", "num_sampled", "num_rejected")
+            ]
             if outputs.get("draft_tokens") is not None:
                 tensors[_DRAFTS_AT:] = [outputs["draft_tokens"]]
             tensors.append(outputs["idx_mapping"])

@@ -105,9 +105,13 @@ class Hotfix:
             self._say(f"fixed mask refused: the ranks could not agree: {type(error).__name__}: {error}")
             return
         if self.in_force:
-            self._say("FIXED MASK IN FORCE: the engine's own mask is faulty and has been replaced on all ranks")
+            self._say(
+                "FIXED MASK IN FORCE: the engine's own mask is faulty and has been replaced on all ranks"
+            )
         else:
-            self._say("fixed mask refused: not every rank asked for it on the same grounds, so none replaces its mask")
+            self._say(
+                "fixed mask refused: not every rank asked for it on the same grounds, so none replaces its mask"
+            )
 
     def _mask(self, input_batch: Any) -> BoolArray | None:
         if not self.in_force:

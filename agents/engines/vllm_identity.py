@@ -37,7 +37,9 @@ def identity_of(config: Any, runner: Any, finding: Finding, parallel_state: Any)
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
         started_ns=time.time_ns(),
-        config=tuple(Fingerprint(name, value) for name, value in sorted(fingerprints(config, runner).items())),
+        config=tuple(
+            Fingerprint(name, value) for name, value in sorted(fingerprints(config, runner).items())
+        ),
     )
 
 

@@ -122,7 +122,9 @@ def judge_mask(mask: MaskFunction, *, refined: bool) -> MaskVerdict:
         return MaskVerdict("unknown", f"cannot be run on case {numbers}: {error}", results)
     if all(_drops_only(result) for result in failed) and any(_drops_decoding(result) for result in failed):
         return MaskVerdict("faulty", f"drops rows that go on decoding (published case {numbers})", results)
-    return MaskVerdict("unknown", f"differs on published case {numbers} in a way no known fault explains", results)
+    return MaskVerdict(
+        "unknown", f"differs on published case {numbers} in a way no known fault explains", results
+    )
 
 
 def sound_mask(batch: Any, *, refined: bool, max_seq_len: NDArray[np.integer] | None) -> BoolArray | None:

@@ -63,7 +63,7 @@ _RUNNER: Final = {
 _RELAY_NAMES: Final = ("broadcast_drafts", "broadcast_draft")
 
 
-class UnknownShape(StagewatchError):
+class UnknownShapeError(StagewatchError):
     """The installed engine is not of a shape the adapter can watch. The message says what was found."""
 
 
@@ -107,11 +107,13 @@ class Finding:
 
 
 def load_engine() -> Engine:
-    """The installed vLLM's parts. Raises UnknownShape where vLLM, or its V2 runner, cannot be imported."""
+    """The installed vLLM's parts. Raises UnknownShapeError where vLLM, or its V2 runner, cannot be imported."""
     try:
         importlib.import_module("vllm")
     except ImportError as error:
-        raise UnknownShape(f"vLLM cannot be imported: {error}: install stagewatch in the engine's environment") from None
+        raise UnknownShapeError(
+            f"vLLM cannot be imported: {error}: install stagewatch in the engine's environment"
+        ) from None
     runner = _module("model_runner")
     batch = _module("input_batch")
     states = _module("states")
@@ -130,7 +132,9 @@ def inspect_engine(engine: Engine) -> Finding:
         return _refuse("H0", "found pp_handler.get_pp_handler, the interface of an unreleased snapshot")
     pp = engine.pp_utils
     if pp is None:
-        return _refuse("none", "found no vllm.v1.worker.gpu.pp_utils: vLLM 0.16 or earlier, or no V2 model runner")
+        return _refuse(
+            "none", "found no vllm.v1.worker.gpu.pp_utils: vLLM 0.16 or earlier, or no V2 model runner"
+        )
     if hasattr(pp, "pp_broadcast") and hasattr(pp, "pp_receive"):
         return _refuse("F0", "found functions pp_broadcast and pp_receive (vLLM 0.17.0 to 0.22.1)")
     problem = _handler_problem(pp) or _parts_problem(engine)
@@ -195,7 +199,11 @@ def _handler_problem(pp: Any) -> str | None:
 
 
 def _parts_problem(engine: Engine) -> str | None:
-    for what, part in (("GPUModelRunner", engine.runner), ("InputBatch", engine.batch), ("RequestState", engine.states)):
+    for what, part in (
+        ("GPUModelRunner", engine.runner),
+        ("InputBatch", engine.batch),
+        ("RequestState", engine.states),
+    ):
         if part is None:
             return f"found no {what}"
     lacking = [name for name in _BATCH if name not in _field_names(engine.batch)]
@@ -239,7 +247,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _field_names(kind: Any) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else frozenset()
+    return (
+        frozenset(field.name for field in dataclasses.fields(kind))
+        if dataclasses.is_dataclass(kind)
+        else frozenset()
+    )
 
 
 def _module(name: str) -> ModuleType | None:

@@ -131,7 +131,12 @@ class RequestState:
         self.prompts: dict[int, list[int]] = {}
 
     def add_request(
-        self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
+        self,
+        req_id: str,
+        prompt_len: int,
+        all_token_ids: list[int],
+        num_computed_tokens: int,
+        max_tokens: int,
     ) -> None:
         """Take a slot."""
         slot = self.free_indices.pop()
@@ -175,7 +180,9 @@ def make_pp_utils(variant: str) -> ModuleType:
         def on_req_idx_freed(self, req_idx: int) -> None:
             self.req_idx_gen_np[req_idx] += 1
 
-        def broadcast(self, sampled_token_ids: Any, num_sampled: Any, num_rejected: Any, input_batch: Any) -> None:
+        def broadcast(
+            self, sampled_token_ids: Any, num_sampled: Any, num_rejected: Any, input_batch: Any
+        ) -> None:
             if module.compute_need_sampled_mask(input_batch) is None:  # type: ignore[attr-defined]
                 return
             if variant not in ("A1", "A2"):
@@ -285,7 +292,9 @@ class Rank:
         self.pp_utils = make_pp_utils(variant)
         self.engine = make_engine(variant, self.pp_utils)
         self.pp_group = SimpleNamespace(
-            world_size=2, isend_tensor_dict=lambda tensor_dict, **_: [], irecv_tensor_dict=lambda **_: ({}, [], [])
+            world_size=2,
+            isend_tensor_dict=lambda tensor_dict, **_: [],
+            irecv_tensor_dict=lambda **_: ({}, [], []),
         )
         self.runner = self.engine.runner(self)
 
@@ -346,7 +355,9 @@ class GPUModelRunner:
     def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
         """The batch: what this stage feeds."""
         states, drafts = self.req_states, scheduler_output.drafts
-        names = sorted(scheduler_output.num_scheduled_tokens, key=scheduler_output.num_scheduled_tokens.__getitem__)
+        names = sorted(
+            scheduler_output.num_scheduled_tokens, key=scheduler_output.num_scheduled_tokens.__getitem__
+        )
         slots = np.array([states.req_id_to_index[name] for name in names], np.int64)
         scheduled = np.array([scheduler_output.num_scheduled_tokens[name] for name in names], np.int32)
         starts = np.concatenate([[0], np.cumsum(scheduled)]).astype(np.int32)
@@ -403,13 +414,22 @@ class GPUModelRunner:
         states, k = self.req_states, self._rank.drafts
         rows = [self._verify(batch, row) for row in range(batch.num_reqs)]
         width = k + 1 if batch.num_draft_tokens_per_req is not None else 1
-        tokens = torch.full((batch.num_reqs, width), 1 << 40, dtype=torch.int64)  # undefined beyond num_sampled
+        tokens = torch.full(
+            (batch.num_reqs, width), 1 << 40, dtype=torch.int64
+        )  # undefined beyond num_sampled
         for row, sampled in enumerate(rows):
             tokens[row, : len(sampled)] = torch.tensor(sampled, dtype=torch.int64)
         sampled_counts = torch.tensor([len(sampled) for sampled in rows], dtype=torch.int32)
-        drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens_per_req is not None else np.zeros(len(rows))
+        drafts = (
+            batch.num_draft_tokens_per_req
+            if batch.num_draft_tokens_per_req is not None
+            else np.zeros(len(rows))
+        )
         rejected = torch.tensor(
-            [0 if not sampled else int(d) + 1 - len(sampled) for sampled, d in zip(rows, drafts, strict=True)],
+            [
+                0 if not sampled else int(d) + 1 - len(sampled)
+                for sampled, d in zip(rows, drafts, strict=True)
+            ],
             dtype=torch.int32,
         )
         self.pp_handler.broadcast(tokens, sampled_counts, rejected, batch)
@@ -501,7 +521,12 @@ class Pipeline:
                 finished.add(request.name)
                 del running[request.name]
             plan = SimpleNamespace(
-                num_scheduled_tokens={}, drafts={}, new=new, finished=finished, computed={}, total=0,
+                num_scheduled_tokens={},
+                drafts={},
+                new=new,
+                finished=finished,
+                computed={},
+                total=0,
                 num_spec_tokens_to_schedule=self.drafts,
             )
             for name, request in running.items():
@@ -530,7 +555,7 @@ class Pipeline:
                     finished.add(name)
                     del running[name]
             step += 1
-        return {name: tokens for name, tokens in last.served.items()}
+        return dict(last.served)
 
 
 def expected_text(request: Request) -> list[int]:

@@ -26,7 +26,9 @@ def find_python(version: str = "") -> Path:
     directory = f".venv-vllm-{version}" if version else ".venv-vllm"
     found = Path(os.environ.get(variable) or runs.REPOSITORY / directory / "bin" / "python")
     if not found.exists():
-        pytest.skip(f"NO ENGINE TO TEST: {found} does not exist: run tests/vllm/setup_env.sh, or set {variable}")
+        pytest.skip(
+            f"NO ENGINE TO TEST: {found} does not exist: run tests/vllm/setup_env.sh, or set {variable}"
+        )
     return found
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -21,7 +22,7 @@ class Request:
     """One request: when it arrives, and when it is aborted, in engine steps of this process."""
 
     name: str
-    prompt: list
+    prompt: list[int]
     max_tokens: int
     arrives: int = 0
     aborted: int = -1
@@ -31,11 +32,11 @@ class Request:
 class Scenario:
     """Requests, and the engine arguments that make them meet."""
 
-    requests: list
-    engine: dict = field(default_factory=dict)
+    requests: list[Request]
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
-def _basic(tokens):
+def _basic(tokens: int) -> list[Request]:
     return [Request(f"r{index}", list(prompt), tokens) for index, prompt in enumerate(PROMPTS)]
 
 
@@ -100,15 +101,16 @@ def build(scenario: Scenario, models: str, pp: int, drafts: int) -> LLM:
     return LLM(**arguments | scenario.engine)
 
 
-def serve(engine, requests) -> dict:
+def serve(engine: Any, requests: list[Request]) -> dict[str, list[int]]:
     """Serve ``requests``; returns token ids by name."""
     outputs, waiting, step = {}, list(requests), 0
-    internal = {}
     while waiting or engine.has_unfinished_requests():
         for request in [r for r in waiting if r.arrives <= step]:
             waiting.remove(request)
-            params = SamplingParams(max_tokens=request.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-            internal[request.name] = engine.add_request(request.name, {"prompt_token_ids": request.prompt}, params)
+            params = SamplingParams(
+                max_tokens=request.max_tokens, temperature=0, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(request.name, {"prompt_token_ids": request.prompt}, params)
         for request in requests:
             if request.aborted == step:
                 engine.abort_request([request.name])

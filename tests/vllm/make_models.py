@@ -37,7 +37,9 @@ def main(directory: Path) -> None:
         "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         "fc.weight": torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1),
     }
-    first_layer = {n: w for n, w in weights.items() if n.startswith("model.layers.0.") and "input_layernorm" not in n}
+    first_layer = {
+        n: w for n, w in weights.items() if n.startswith("model.layers.0.") and "input_layernorm" not in n
+    }
     for name, weight in first_layer.items():
         adds_nothing = "o_proj" in name or "down_proj" in name
         drafter[name.removeprefix("model.")] = torch.zeros_like(weight) if adds_nothing else weight.clone()

@@ -1,5 +1,6 @@
 """Runs of the real engine: started as processes of their own, read from what they leave behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -52,7 +53,7 @@ class Run:
         """What `stagewatch replay --json` says of the rings."""
         command = [Path(sys.executable).with_name("stagewatch"), "replay", "--json", self.rings]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
-        assert done.returncode in (0, 1), done.stderr
+        assert done.returncode in (0, 1) and done.stdout, done.stderr
         return json.loads(done.stdout)
 
     def incidents(self) -> set[tuple[str, str, str]]:
@@ -124,8 +125,6 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def kill_group(process: subprocess.Popen[str]) -> None:
     """SIGKILL every process of a run at once."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

@@ -25,7 +25,9 @@ def test_rings_replay_to_the_last_published_step(models: Path, tmp_path: Path) -
         runs.kill_group(process)
     run = runs.Run(process.returncode, "".join(log), rings)
     assert sorted(run.records) == [0, 1], run.log[-4000:]
-    last = {stage: max(r.step for r in records if r.kind is Kind.INPUTS) for stage, records in run.records.items()}
+    last = {
+        stage: max(r.step for r in records if r.kind is Kind.INPUTS) for stage, records in run.records.items()
+    }
     assert min(last.values()) > 5
     assert run.replay["steps"] == max(last.values())
     assert run.replay["verdicts"]["DIVERGED"] == 0

@@ -88,12 +88,14 @@ class TestUnwatchedEngine:
         assert run.log.count("stagewatch: not armed: pipeline_parallel_size is 1") == 1
 
 
+@pytest.fixture(scope="module")
+def mixed(run_engine: RunEngine) -> runs.Run:
+    """Everything that happens to requests on a good day, on three stages."""
+    return run_engine("mixed", 3, 4)
+
+
 class TestEverydayEvents:
     """An abort, a preemption, chunked prefill, mixed batches and a request of one token."""
-
-    @pytest.fixture(scope="class")
-    def mixed(self, run_engine: RunEngine) -> runs.Run:
-        return run_engine("mixed", 3, 4)
 
     def test_they_happened(self, mixed: runs.Run) -> None:
         records = mixed.records[0]

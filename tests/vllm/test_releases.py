@@ -27,7 +27,9 @@ class TestRelease029:
         run = run_engine("staggered", 2, 7, fault="allow-pp", version="0.29")
         (incident,) = [i for i in run.replay["incidents"] if i["check"] == "collective-order"]
         first = {
-            stage: next(r.body.numel for r in records if r.kind is Kind.COLLECTIVE and "pp_broadcast" in r.body.what)
+            stage: next(
+                r.body.numel for r in records if r.kind is Kind.COLLECTIVE and "pp_broadcast" in r.body.what
+            )
             for stage, records in run.records.items()
         }
         assert first == {0: 8, 1: 1}

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202  # signatures are those of vLLM and Triton, which are loose
 """Faults put into the real engine at run time, by name.
 
 They patch vLLM's classes when the plugin is loaded, so before any worker exists. Each stands for a bug

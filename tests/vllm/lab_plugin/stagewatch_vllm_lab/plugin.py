@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN202  # signatures are those of vLLM and Triton, which are loose
 """General plugin: an engine that can run here, and the faults a test orders.
 
 ``STAGEWATCH_LAB_FAULT`` names faults, separated by commas; see `faults`.

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN204, ANN206  # signatures are those of vLLM and Triton, which are loose
 """The backend's driver half: says that a CPU is there.
 
 vLLM 0.30 asks for the version of a distribution named ``vllm`` to learn whether this is a CPU build; PyPI's CPU

@@ -1,0 +1,116 @@
+"""The doctor: verdict, evidence and exit status for each shape of engine."""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+from standins import VARIANTS, make_engine
+from test_variants import f0
+
+from stagewatch.agents import doctor
+from stagewatch.agents.commands import doctor as command
+from stagewatch.agents.doctor import Examination, cadence_of, diagnose
+
+STATUS = {"A1": 1, "A2": 1, "A+relay": 1, "B": 0, "C": 0, "D": 0}
+
+
+class Plain:
+    """A scheduler that sets no spacing."""
+
+    def schedule(self, request: SimpleNamespace) -> bool:
+        return bool(request.next_decode_eligible_step)
+
+
+class Spacing(Plain):
+    """A scheduler that does."""
+
+    def schedule(self, request: SimpleNamespace) -> bool:
+        request.next_decode_eligible_step = 3
+        return True
+
+
+def examination(variant: str) -> Examination:
+    """What the doctor finds of a stand-in."""
+    return diagnose(make_engine(variant), "0.0", (cadence_of(Plain, Spacing),), "no: not here")
+
+
+class TestVerdict:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_exit_status_says_exposed_or_sound(self, variant: str) -> None:
+        found = examination(variant)
+        assert (found.variant, found.status) == (variant, STATUS[variant])
+
+    def test_a_faulty_mask_comes_with_its_cases(self) -> None:
+        found = examination("A+relay")
+        assert found.mask == "faulty"
+        assert [case.case for case in found.cases if not case.passed] == [3, 5, 7, 8]
+        assert {e.name: e.answer for e in found.exposures}["faulty-mask"] == "yes"
+
+    def test_drafts_that_are_never_relayed_are_an_exposure_of_their_own(self) -> None:
+        answers = {
+            variant: {e.name: e.answer for e in examination(variant).exposures}
+            for variant in ("A2", "A+relay")
+        }
+        assert answers["A2"]["drafts-not-relayed"] == "yes"
+        assert answers["A+relay"]["drafts-not-relayed"] == "no"
+
+    def test_a_sound_mask_without_a_relay_is_exposed_all_the_same(self) -> None:
+        engine = make_engine("A2")
+        sound = make_engine("B").pp_utils.compute_need_sampled_mask
+        engine.pp_utils.compute_need_sampled_mask = sound
+        found = diagnose(engine, "0.0", (), "")
+        assert (found.mask, found.status) == ("sound", 1)
+
+    def test_an_unknown_shape_is_not_judged(self) -> None:
+        found = diagnose(f0(), "0.0", (), "")
+        assert (found.verdict, found.status, found.hooked) == ("unknown", 2, ())
+        assert "vLLM 0.23.0 to 0.33.0" in found.not_hooked[0]
+
+
+class TestCadence:
+    def test_a_scheduler_that_spaces_only_when_asynchronous_is_exposed(self) -> None:
+        assert cadence_of(Plain, Spacing).answer == "yes"
+
+    def test_a_scheduler_that_always_spaces_is_not(self) -> None:
+        assert cadence_of(Spacing, Spacing).answer == "no"
+
+    def test_schedulers_that_never_space_are_not_known(self) -> None:
+        assert cadence_of(Plain, Plain).answer == "unknown"
+
+
+class TestCommand:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_the_table_fits_eighty_columns(self, variant: str) -> None:
+        lines = command.table(examination(variant)).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith("verdict")
+
+    def test_json_is_one_object_and_the_status_the_verdict(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(command, "examine", lambda plugins: examination("A1"))
+        status = command.run(argparse.Namespace(json=True, no_plugins=False))
+        found = json.loads(capsys.readouterr().out)
+        assert (status, found["verdict"], found["variant"], found["mask"]) == (1, "exposed", "A1", "faulty")
+        assert len(found["cases"]) == 8
+
+    def test_an_environment_without_vllm_is_told_so_in_one_line(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+        with pytest.raises(doctor.UnknownShapeError, match="install stagewatch in the engine's environment"):
+            doctor.examine()
+
+
+class TestArming:
+    @pytest.mark.parametrize(
+        ("environment", "said"),
+        [
+            ({"VLLM_PLUGINS": "other"}, "no: VLLM_PLUGINS=other leaves stagewatch out"),
+            ({}, "no: STAGEWATCH_RING_DIR is not set"),
+            ({"STAGEWATCH_RING_DIR": "rings", "VLLM_PLUGINS": "stagewatch"}, "yes, where"),
+        ],
+    )
+    def test_says_whether_a_worker_here_would_arm(self, environment: dict[str, str], said: str) -> None:
+        assert doctor.arming(environment).startswith(said)
