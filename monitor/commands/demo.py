@@ -214,4 +214,5 @@ def _latency_ms(incident: Shown) -> float:
 
 def _after(incident: Shown) -> str:
     steps = incident.latency_steps
-    return f"{_latency_ms(incident):.0f} ms after it happened, {steps} step{'s' * (steps != 1)} on"
+    where = "before the next step" if steps == 0 else f"{steps} step{'s' * (steps != 1)} on"
+    return f"{_latency_ms(incident):.0f} ms after it happened, {where}"
