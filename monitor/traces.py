@@ -80,6 +80,14 @@ _Line = _Inputs | _Sent | _Drafts | _Received
 _decoder: Final = msgspec.json.Decoder(_Line)
 
 
+class _AnyKind(msgspec.Struct):
+    kind: str
+
+
+_kind_decoder: Final = msgspec.json.Decoder(_AnyKind)
+_KINDS: Final = frozenset({"inputs", "sent", "drafts", "received"})
+
+
 @dataclass(frozen=True, slots=True)
 class TraceFile:
     """One rank's file."""
@@ -149,6 +157,8 @@ class TraceReader:
         self.file: Final = file
         self.identity: Final = identity
         self.cut_off = False
+        self.unknown_lines = 0
+        """Lines of a kind that this build does not know: left out."""
         self._digester = digester
         self._batch: _Batch | None = None
         self._known: set[tuple[str, int, int]] = set()
@@ -174,6 +184,9 @@ class TraceReader:
                     if not line.strip():
                         continue
                     try:
+                        if _kind_decoder.decode(line).kind not in _KINDS:
+                            self.unknown_lines += 1
+                            continue
                         parsed = _decoder.decode(line)
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         if not line.endswith(b"\n"):

@@ -193,7 +193,8 @@ class Demo:
             latency_ms = statistics.median(_latency_ms(incident) for incident in found)
             steps = max(incident.latency_steps for incident in found)
             self._say(
-                f"From the first wrong step to the alarm: median {latency_ms:.0f} ms, at most {steps} steps."
+                f"{len(found)} requests went critical. From a request's first wrong step to its alarm: median "
+                f"{latency_ms:.0f} ms, at most {steps} steps further on."
             )
             self._say(found[0].remedy)
         return 0 if ok else 1

@@ -62,6 +62,16 @@ def run(args: argparse.Namespace) -> int:
     return int(any(incident.severity >= Severity.WARNING for incident in incidents))
 
 
+def _say_what_is_missing(trace: TraceReader) -> None:
+    if trace.cut_off:
+        print(f"stagewatch: {trace.file.path}: the last line is cut off and was left out", file=sys.stderr)
+    if trace.unknown_lines:
+        print(
+            f"stagewatch: {trace.file.path}: {trace.unknown_lines} lines of unknown kinds were left out",
+            file=sys.stderr,
+        )
+
+
 def summary(watch: Watch) -> Summary:
     """The watch's verdicts and incidents, worst first, without anything that differs from run to run."""
     counts = {CONSISTENT: 0, DIVERGED: 0, INDETERMINATE: 0}
