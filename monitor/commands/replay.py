@@ -49,10 +49,8 @@ def run(args: argparse.Namespace) -> int:
     watch = Watch()
     replay(sources, watch)
     for source in sources:
-        if isinstance(source, TraceReader) and source.cut_off:
-            print(
-                f"stagewatch: {source.file.path}: the last line is cut off and was left out", file=sys.stderr
-            )
+        if isinstance(source, TraceReader):
+            _say_what_is_missing(source)
     incidents = watch.incidents()
     found = summary(watch)
     if args.json:

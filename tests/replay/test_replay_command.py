@@ -204,7 +204,8 @@ class TestUnusableInput:
             ('{"kind": "inputs", "step": 4}\n', "rows"),
             ('{"kind": "inputs", "step": 1, "rows": []}\n', "steps must rise"),
             ('{"kind": "sent", "step": 9, "tokens": [], "num_sampled": [], "num_rejected": []}\n', "follows"),
-            ("[" * 100_000 + "\n", "ecursion"),
+            ("[" * 100_000 + "\n", "array"),
+            ('{"kind": "inputs", "x": ' + "[" * 100_000 + "\n", "ecursion"),
         ],
     )
     def test_a_bad_line_is_named_by_file_and_line(
