@@ -130,6 +130,34 @@ def dummy_order(spec_tokens: int) -> SchedulerOutput:
     return SchedulerOutput(empty, (), empty, empty, empty, empty, spec_tokens)
 
 
+def dummy_batch(tokens: int, drafts: int) -> InputBatch:
+    """A batch of one row of ``tokens`` zeros that belongs to no request, for one rank: what a warm-up runs.
+
+    It writes caches of slot 0 before anybody owns that, and is never recorded.
+    """
+    zero = np.zeros((1, 1), np.int32)
+    positions = np.arange(tokens, dtype=np.int32)[None]
+    return InputBatch(
+        handles=np.zeros(1, np.int32),
+        slots=zero,
+        flat=zero.astype(np.int64),
+        generation=zero,
+        mirror=zero,
+        computed=zero,
+        prefill_len=np.full((1, 1), tokens, np.int32),
+        prefilling=np.ones((1, 1), np.bool_),
+        scheduled=np.full(1, tokens, np.int32),
+        draft_count=np.zeros(1, np.int32),
+        last_sampled=zero,
+        draft_tokens=np.zeros((1, 1, drafts), np.int32),
+        input_ids=np.zeros((1, tokens), np.int32),
+        positions=positions,
+        token_row=np.zeros(tokens, np.int64),
+        row_end=np.full(1, tokens, np.int64),
+        spec_tokens=drafts,
+    )
+
+
 def context_parallel_parts(start: int, length: int, ranks: int = 2) -> list[I32]:
     """Positions of a prefill chunk that each of ``ranks`` context-parallel ranks computes.
 

@@ -175,8 +175,8 @@ class Fault:
         """Last sampled tokens to write, one per applied row of the earlier stages, row-major."""
         return last
 
-    def adding(self, block: "Block", request: "NewRequest") -> None:
-        """``request`` is about to be given a slot."""
+    def adding(self, block: "Block") -> None:
+        """Requests are about to be given slots."""
 
     def added(self, block: "Block", request: "NewRequest", slots: "I32") -> None:
         """``request`` has been written to ``slots`` [ranks]."""

@@ -345,7 +345,7 @@ class StaleAnchor(Fault):
     LEAST = _PP2
     NEEDS = ("remote_probability",)
 
-    def adding(self, block: Block, request: NewRequest) -> None:
+    def adding(self, block: Block) -> None:
         self._before = block.states.last_sampled.copy()
 
     def added(self, block: Block, request: NewRequest, slots: I32) -> None:

@@ -180,10 +180,15 @@ class Scheduler:
             granted = self._wanted(order, tick)
             if not self.config.blocks or not len(order):
                 return order, granted, short
-            if self._blocks_needed(order, granted).sum() <= self._blocks_free:
+            needed = self._blocks_needed(order, granted)
+            missing = int(needed.sum()) - self._blocks_free
+            if missing <= 0:
                 break
             short = True
-            self._preempt_youngest()
+            # The youngest give up what they hold and what they were to take, until it is enough for the others.
+            relief = np.cumsum((needed + self._blocks_held[order])[::-1])
+            for _ in range(int(np.searchsorted(relief, missing)) + 1):
+                self._preempt_youngest()
         self._take_blocks(order, granted)
         return order, granted, short
 
@@ -224,7 +229,9 @@ class Scheduler:
             waiting = self._waiting[0]
             fresh = not waiting.outputs and not waiting.turn
             remote = fresh and waiting.request.remote_prefill
-            tokens = np.concatenate([waiting.prompt, np.array(waiting.outputs, np.int32)])
+            tokens = waiting.prompt
+            if waiting.outputs:
+                tokens = np.concatenate([tokens, np.array(waiting.outputs, np.int32)])
             start = len(tokens) if remote else waiting.request.cached if fresh else 0
             grant = 1 if remote else min(len(tokens) - start, self.config.chunk_max, budget)
             if self.config.blocks and -(-(start + grant) // size) > self._blocks_free:

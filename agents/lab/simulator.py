@@ -64,11 +64,23 @@ class SimConfig:
 
     @classmethod
     def benign(
-        cls, seed: int, *, pp: int = 3, tp: int = 1, dp: int = 1, spec_tokens: int = 5, requests: int = 200
+        cls,
+        seed: int,
+        *,
+        pp: int = 3,
+        tp: int = 1,
+        dp: int = 1,
+        spec_tokens: int = 5,
+        requests: int = 200,
+        seats: int = 32,
     ) -> "SimConfig":
-        """Every legitimate event at once: aborts, bursts, preemption, chunks, variable K, streaming input."""
+        """Every legitimate event at once: aborts, bursts, preemption, chunks, variable K, streaming input.
+
+        Load, budgets and cache grow with ``seats``; 512 of them make a run several times as fast per row.
+        """
         workload = Workload(
             requests=requests,
+            arrivals_per_iteration=seats / 32,
             burst_every=40,
             abort_probability=0.15,
             cached_probability=0.15,
@@ -82,9 +94,10 @@ class SimConfig:
             dp=dp,
             spec_tokens=spec_tokens,
             workload=workload,
+            seats=seats,
             chunk_max=32,
-            token_budget=256,
-            blocks=200,
+            token_budget=8 * seats,
+            blocks=6 * seats + 8,
             preempt_probability=0.02,
             variable_spec=True,
             variable_width=True,

@@ -171,8 +171,8 @@ class Block:
             slots, ended = self.states.release(order.finished)
             if self.recorder:
                 self.recorder.freed(slots, ended)
-        for request in order.new:
-            self._add(request)
+        if order.new:
+            self._add(order.new)
         if not len(order.handles):
             self._pending.append(None)
             return None
@@ -184,14 +184,15 @@ class Block:
         self._choose_rows(batch)
         return batch
 
-    def _add(self, request: NewRequest) -> None:
-        self.fault.adding(self, request)
-        slots = self.states.add(request)
-        self.request_ids[request.handle] = request.request_id
-        self.fault.added(self, request, slots)
-        if self.recorder:
-            generation = self.states.generation.reshape(-1)[self.states.flat(slots[:, None])[:, 0]]
-            self.recorder.bound(request, slots, generation)
+    def _add(self, requests: tuple[NewRequest, ...]) -> None:
+        self.fault.adding(self)
+        slots = self.states.add(requests)
+        generation = self.states.generation.reshape(-1)[self.states.flat(slots)]
+        for number, request in enumerate(requests):
+            self.request_ids[request.handle] = request.request_id
+            self.fault.added(self, request, slots[:, number])
+            if self.recorder:
+                self.recorder.bound(request, slots[:, number], generation[:, number])
 
     def _arrive(self, pending: Pending) -> None:
         if pending.wait is not None:

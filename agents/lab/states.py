@@ -64,18 +64,20 @@ class RequestStates:
         self._free_count += count
         return slots, generations
 
-    def add(self, request: NewRequest) -> I32:
-        """Give ``request`` a slot on every rank and set its tables; return the slots, shape [ranks]."""
-        self._free_count -= 1
-        slots = self._free[:, self._free_count].copy()
-        flat = self.flat(slots[:, None])[:, 0]
-        length = len(request.tokens)
-        self.slot_of[:, request.handle] = slots
-        self.computed.reshape(-1)[flat] = request.computed
-        self.prefill_len.reshape(-1)[flat] = length
-        self.cap.reshape(-1)[flat] = request.cap
+    def add(self, requests: tuple[NewRequest, ...]) -> I32:
+        """Give each of ``requests`` a slot on every rank and set its tables; return the slots, [ranks, requests]."""
+        count = len(requests)
+        slots = self._free[:, self._free_count - count : self._free_count][:, ::-1].copy()
+        self._free_count -= count
+        flat = self.flat(slots)
+        self.slot_of[:, [one.handle for one in requests]] = slots
+        self.computed.reshape(-1)[flat] = [one.computed for one in requests]
+        self.prefill_len.reshape(-1)[flat] = [len(one.tokens) for one in requests]
+        self.cap.reshape(-1)[flat] = [one.cap for one in requests]
         # The last owner's token and drafts must not become this request's first feed.
-        self.last_sampled.reshape(-1)[flat] = max(request.anchor, 0)
+        self.last_sampled.reshape(-1)[flat] = [max(one.anchor, 0) for one in requests]
         self.draft_tokens.reshape(self.ranks * self.slots, -1)[flat] = 0
-        self.tokens.reshape(-1, self.length_max)[flat, :length] = request.tokens
+        tokens = self.tokens.reshape(-1, self.length_max)
+        for number, one in enumerate(requests):
+            tokens[flat[:, number], : len(one.tokens)] = one.tokens
         return slots

@@ -27,20 +27,23 @@ class Transport:
         self, store: Path, rank: Rank, sizes: Sizes, recorder: Recorder | None, timeout_s: float
     ) -> None:
         world = sizes.pp * sizes.tp
-        self._rank, self._sizes, self._recorder = rank, sizes, recorder
+        self._rank, self._sizes = rank, sizes
+        self.recorder = recorder
+        """None while calls are not to be recorded."""
+        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "gloo",
             store=FileStore(str(store), world),
             rank=rank.pp * sizes.tp + rank.tp,
             world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
-        # Every rank takes part in making every group, in one order.
+        # Every rank takes part in making every group, in one order. A group does not inherit the world's timeout.
         columns = [[pp * sizes.tp + tp for pp in range(sizes.pp)] for tp in range(sizes.tp)]
         stages = [[pp * sizes.tp + tp for tp in range(sizes.tp)] for pp in range(sizes.pp)]
-        self._pp = [dist.new_group(column) for column in columns][rank.tp]
-        self._broadcast = [dist.new_group(column) for column in columns][rank.tp]
-        self._tp = [dist.new_group(stage) for stage in stages][rank.pp]
+        self._pp = [dist.new_group(column, timeout) for column in columns][rank.tp]
+        self._broadcast = [dist.new_group(column, timeout) for column in columns][rank.tp]
+        self._tp = [dist.new_group(stage, timeout) for stage in stages][rank.pp]
         self._column = columns[rank.tp]
 
     def receive_hidden(self, batch: InputBatch) -> Tensor:
@@ -111,8 +114,8 @@ class Transport:
         self._enter("pp_broadcast", "broadcast", dtype, tensor.numel(), self._sizes.pp)
 
     def _enter(self, group: str, op: str, dtype: str, numel: int, size: int) -> None:
-        if self._recorder:
-            self._recorder.collective(0, group, op, dtype, numel, size)
+        if self.recorder:
+            self.recorder.collective(0, group, op, dtype, numel, size)
 
 
 def _narrow(tensor: Tensor) -> I32:

@@ -11,6 +11,7 @@ import torch
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.lab import LabRecorder
 from stagewatch.agents.identity import Rank, Sizes
+from stagewatch.agents.lab.batch import dummy_batch
 from stagewatch.agents.lab.config import LabConfig
 from stagewatch.agents.lab.fault import Injection
 from stagewatch.agents.lab.faults import make_fault
@@ -66,6 +67,7 @@ def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, start
         block, model, transport, vocabulary, pipe if rank.pp == config.pp - 1 and rank.tp == 0 else None
     )
     with torch.inference_mode():
+        worker.warm_up(config.chunk_max)
         while not (order := pipe.recv()).stop:
             worker.iterate(order)
         block.finish()
@@ -86,6 +88,18 @@ class _Worker:
     ) -> None:
         self._block, self._model, self._transport = block, model, transport
         self._vocabulary, self._results = vocabulary, results
+
+    def warm_up(self, tokens: int) -> None:
+        """Run a batch without a request through all stages, unrecorded, so that the first real one is not slow."""
+        batch = dummy_batch(tokens, self._block.config.spec_tokens)
+        self._transport.recorder, recorder = None, self._transport.recorder
+        hidden = self._model.embed(batch) if self._model.first else self._transport.receive_hidden(batch)
+        hidden = self._model.forward(batch, hidden)
+        if self._model.last:
+            self._model.sample(hidden)
+        else:
+            self._transport.send_hidden(hidden)
+        self._transport.recorder = recorder
 
     def iterate(self, order: SchedulerOutput) -> None:
         """One iteration of this rank's engine loop."""

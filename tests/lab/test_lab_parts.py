@@ -45,25 +45,25 @@ def test_a_chunk_of_negative_length_is_refused() -> None:
 class TestRequestStates:
     def test_a_released_slot_has_another_generation(self) -> None:
         states = RequestStates(ranks=2, slots=3, handles=3, length_max=8, drafts=2)
-        slots = states.add(NewRequest(0, "a", ints(9, 9), 5, 0))
+        slots = states.add((NewRequest(0, "a", ints(9, 9), 5, 0),))
         released, ended = states.release(ints(0))
-        again = states.add(NewRequest(1, "b", ints(9, 9), 5, 0))
-        assert released[:, 0].tolist() == slots.tolist() == again.tolist()
+        again = states.add((NewRequest(1, "b", ints(9, 9), 5, 0),))
+        assert released.tolist() == slots.tolist() == again.tolist()
         assert ended.tolist() == [[0], [0]]
-        assert states.generation[:, slots[0]].tolist() == [1, 1]
+        assert states.generation[:, slots[0, 0]].tolist() == [1, 1]
 
     def test_a_new_owner_inherits_nothing(self) -> None:
         states = RequestStates(ranks=1, slots=1, handles=2, length_max=8, drafts=2)
-        states.add(NewRequest(0, "a", ints(9, 9), 5, 0))
+        states.add((NewRequest(0, "a", ints(9, 9), 5, 0),))
         states.last_sampled[:], states.draft_tokens[:], states.computed[:] = 77, 78, 3
         states.release(ints(0))
-        states.add(NewRequest(1, "b", ints(9, 9, 9), 6, 1))
+        states.add((NewRequest(1, "b", ints(9, 9, 9), 6, 1),))
         assert (states.last_sampled[0, 0], states.computed[0, 0]) == (0, 1)
         assert states.draft_tokens[0, 0].tolist() == [0, 0]
 
     def test_an_anchor_is_fed_first(self) -> None:
         states = RequestStates(ranks=1, slots=1, handles=1, length_max=8, drafts=2)
-        states.add(NewRequest(0, "a", ints(9, 9), 5, 2, anchor=42))
+        states.add((NewRequest(0, "a", ints(9, 9), 5, 2, anchor=42),))
         assert states.last_sampled[0, 0] == 42
 
 
@@ -74,8 +74,8 @@ def test_prepare_inputs_mixes_chunks_and_decodes() -> None:
     THEN the chunk feeds known tokens, the decode its last token and drafts, both at the device's positions.
     """
     states = RequestStates(ranks=1, slots=4, handles=4, length_max=16, drafts=3)
-    states.add(NewRequest(0, "chunk", ints(11, 12, 13, 14, 15, 16), 9, 2))
-    states.add(NewRequest(1, "decode", ints(21, 22), 12, 2))
+    states.add((NewRequest(0, "chunk", ints(11, 12, 13, 14, 15, 16), 9, 2),))
+    states.add((NewRequest(1, "decode", ints(21, 22), 12, 2),))
     slot = states.slot_of[0, 1]
     states.computed[0, slot], states.last_sampled[0, slot] = 5, 50
     states.draft_tokens[0, slot] = [51, 52, 53]

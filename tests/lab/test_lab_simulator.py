@@ -1,7 +1,8 @@
 """The sound engine: ranks agree at every step, outputs are those of one unsplit engine, runs repeat exactly."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab_records import disagreements, inputs_by_step
 
+from stagewatch.agents.arming import arm
+from stagewatch.agents.engines.lab import ProbeLike
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.messages import Output
 from stagewatch.agents.lab.simulator import SimConfig, SimResult, Simulator
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.record import Collective, Inputs, Kind, Payload
+from stagewatch.agents.ring import RingReader
+from stagewatch.agents.settings import ProbeSettings
 
 
 def completed(result: SimResult) -> dict[str, tuple[int, ...]]:
@@ -192,6 +197,28 @@ def test_a_line_reproduces_a_run() -> None:
         ]
     other = Simulator(replace(config, seed=12)).run()
     assert other.outputs != first.outputs
+
+
+def test_real_probes_hold_what_memory_holds(tmp_path: Path) -> None:
+    """GIVEN rings instead of memory THEN every record comes back from them, equal in every column."""
+    config = SimConfig.benign(14, pp=2, tp=2, spec_tokens=3, requests=20)
+    expected = Simulator(config).run().records
+    settings_ = ProbeSettings(tmp_path, "simulated", 1 << 24, 3600.0, 0.0, 2, False)
+    probes: dict[Rank, ProbeLike] = {
+        rank: arm(identity, settings_) for rank, identity in Simulator(config).identities().items()
+    }
+    Simulator(config, probes=probes).run()
+    for path in tmp_path.glob("*.ring"):
+        reader = RingReader(path)
+        kept = [r for r in reader.read(1 << 20) if r.kind not in (Kind.NOTE, Kind.HEARTBEAT)]
+        memory = expected[reader.identity.rank]
+        assert [(r.kind, r.step) for r in kept] == [(r.kind, r.step) for r in memory]
+        for one, other in zip(kept, memory, strict=True):
+            for field in fields(one.body):
+                assert np.array_equal(getattr(one.body, field.name), getattr(other.body, field.name)), (
+                    field.name
+                )
+        reader.close()
 
 
 def test_replicas_have_requests_and_ordinals_of_their_own() -> None:
