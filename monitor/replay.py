@@ -6,15 +6,20 @@ than one batch per rank however long the recording is.
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
+
 from stagewatch.agents.digest import Digester
-from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.errors import FrameError, StagewatchError
 from stagewatch.agents.evidence import Evidence, digest_records
-from stagewatch.agents.identity import Identity
+from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Record
 from stagewatch.agents.ring import RingReader
+from stagewatch.agents.wire import Hello, Limits, decode_upward, evidence_of
+from stagewatch.monitor.journal import Carried, EntryKind, read_journal, segments_in
 from stagewatch.monitor.traces import TraceFile, TraceReader, identities, new_digester, trace_file
 from stagewatch.monitor.watch import Watch
 
@@ -61,11 +66,34 @@ class RingSource:
             yield digest_records(records, self.identity, self._digester, lost=fresh, raw=True)
 
 
-def open_sources(paths: Sequence[Path]) -> list[Source]:
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """What is to be replayed."""
+
+    sources: tuple[Source, ...]
+    journals: tuple[Path, ...]
+    """Directories of a collector's journal, which holds all ranks in the order of arrival."""
+
+
+def open_recordings(paths: Sequence[Path]) -> Recordings:
     """Everything that can be replayed under the given files and directories.
 
     Raises SourceError where a path is nothing that can be replayed, and what the readers raise.
     """
+    journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
+    rest = [path for path in paths if _journal_in(path) is None]
+    return Recordings(tuple(_open_sources(rest)) if rest else (), journals)
+
+
+def _journal_in(path: Path) -> Path | None:
+    """The journal that a directory is, or that a collector's data directory holds."""
+    for directory in (path, path / "journal"):
+        if directory.is_dir() and segments_in(directory):
+            return directory
+    return None
+
+
+def _open_sources(paths: Sequence[Path]) -> list[Source]:
     digester = new_digester()
     traces: dict[tuple[Path, str], list[TraceFile]] = {}
     sources: list[Source] = []
@@ -76,12 +104,14 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
         elif path.suffix == ".ring":
             sources.append(RingSource(path, digester))
         else:
-            raise SourceError(f"{path}: neither a trace (NAME.rankN.jsonl) nor a ring (NAME.ring)")
+            raise SourceError(
+                f"{path}: neither a trace (NAME.rankN.jsonl), a ring (NAME.ring), nor a data directory"
+            )
     for files in traces.values():
         sources += [TraceReader(file, identity, digester) for file, identity in identities(files).items()]
     if not sources:
         raise SourceError(
-            f"{', '.join(map(str, paths))}: holds no trace (NAME.rankN.jsonl) and no ring (NAME.ring)"
+            f"{', '.join(map(str, paths))}: holds no trace (NAME.rankN.jsonl), no ring (NAME.ring) and no journal"
         )
     return sources
 
@@ -101,13 +131,20 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
                 yield each
 
 
-def replay(sources: Sequence[Source], watch: Watch) -> None:
-    """Feed every source to ``watch``, the one furthest behind first."""
+def replay(recordings: Recordings, watch: Watch) -> None:
+    """Feed everything to ``watch``; say that the evidence has ended."""
+    _replay_sources(recordings.sources, watch)
+    for directory in recordings.journals:
+        _replay_journal(directory, watch)
+    watch.finish()
+
+
+def _replay_sources(sources: Sequence[Source], watch: Watch) -> None:
+    """The source furthest behind first."""
     for source in sources:
         watch.hello(source.identity)
     # (newest step delivered, place): heap order is the order of reading
     queue = [(0, place) for place in range(len(sources))]
-    heapq.heapify(queue)
     streams = [source.evidence() for source in sources]
     while queue:
         newest, place = heapq.heappop(queue)
@@ -119,4 +156,25 @@ def replay(sources: Sequence[Source], watch: Watch) -> None:
         if found.inputs is not None and len(found.inputs.step):
             newest = int(found.inputs.step[-1])
         heapq.heappush(queue, (newest, place))
-    watch.finish()
+
+
+def _replay_journal(directory: Path, watch: Watch) -> None:
+    """In the order of arrival, as the collector itself took it."""
+    known: dict[tuple[str, Rank], int] = {}
+    limits = Limits()
+    try:
+        for entry in read_journal(directory):
+            if entry.kind is EntryKind.CARRIED:
+                carried = msgspec.json.decode(entry.payload, type=Carried)
+                known.setdefault((carried.identity.instance, carried.identity.rank), carried.next_seq)
+                watch.hello(carried.identity, entry.t_ns)
+                continue
+            frame = decode_upward(entry.payload, limits)
+            if isinstance(frame, Hello):
+                known.setdefault((frame.identity.instance, frame.identity.rank), 0)
+                watch.hello(frame.identity, entry.t_ns)
+            elif frame.next_seq > known.get((frame.instance, frame.rank), -1):
+                known[frame.instance, frame.rank] = frame.next_seq
+                watch.take(frame.instance, frame.rank, evidence_of(frame, limits), frame.margin_s, entry.t_ns)
+    except (FrameError, msgspec.MsgspecError) as error:
+        raise SourceError(f"{directory}: an entry cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""stagewatch replay: the checks over recorded traces and rings."""
+"""stagewatch replay: the checks over traces, rings and journals."""
 
 import argparse
 import sys
@@ -9,15 +9,16 @@ import msgspec
 
 from stagewatch.monitor.engine import CONSISTENT, DIVERGED
 from stagewatch.monitor.incidents import Report, Severity, report
-from stagewatch.monitor.replay import open_sources, replay
+from stagewatch.monitor.replay import open_recordings, replay
 from stagewatch.monitor.text import Style, incident_text, wrapped
 from stagewatch.monitor.traces import TraceReader
 from stagewatch.monitor.watch import Watch
 
-HELP: Final = "run alignment and checks over recorded traces or rings"
+HELP: Final = "run alignment and checks over traces, rings or a journal"
 DESCRIPTION: Final = (
     "Run the same alignment and checks over recordings as the collector runs live. PATH is a trace "
-    "(NAME.rankN.jsonl), a ring left by an engine (NAME.ring), or a directory of them; give all ranks of a run."
+    "(NAME.rankN.jsonl), a ring left by an engine (NAME.ring), a directory of either, or a collector's data "
+    "directory; give all ranks of a run."
 )
 EPILOG: Final = "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input."
 INDETERMINATE: Final = "INDETERMINATE"
@@ -38,17 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="a trace, a ring, or a directory of them"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a trace, a ring, or a directory",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report; return the exit status."""
-    sources = open_sources(args.paths)
+    recordings = open_recordings(args.paths)
     watch = Watch()
-    replay(sources, watch)
-    for source in sources:
+    replay(recordings, watch)
+    for source in recordings.sources:
         if isinstance(source, TraceReader):
             _say_what_is_missing(source)
     incidents = watch.incidents()
