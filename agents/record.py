@@ -45,6 +45,7 @@ from stagewatch.agents.errors import RecordError
 
 __all__ = [
     "BODIES",
+    "COLUMNS_MAX",
     "HEAD_SIZE",
     "I32",
     "MAGIC",
@@ -76,6 +77,8 @@ SCHEMA = 1
 MAGIC = 0x5357
 SIZE_MAX = 1 << 26
 """Longest record in bytes, both written and believed."""
+COLUMNS_MAX = 1 << 16
+"""Most columns of a table, both written and believed: without rows they cost a forger nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,8 @@ def _plan(schema: _Schema, counts: Counts) -> _Plan:
         groups=tuple(groups),
         tables=tuple((i, shapes[e]) for i, e in enumerate(schema.extents) if e in tables),
         text_at=at,
-        possible=all(needed or not count for needed, count in zip(used, counts, strict=True)),
+        possible=max(width, drafts) <= COLUMNS_MAX
+        and all(needed or not count for needed, count in zip(used, counts, strict=True)),
     )
 
 
@@ -262,7 +266,8 @@ def encode(kind: Kind, seq: int, step: int, t_ns: int, body: Body) -> bytes:
     plan = _plan(schema, counts)
     columns = schema.columns(body)
     sizes = [column.size for column in columns]
-    if sizes != plan.sizes or any(columns[index].shape != table for index, table in plan.tables):
+    tables_fit = all(columns[index].shape == table for index, table in plan.tables)
+    if sizes != plan.sizes or not tables_fit or not plan.possible:
         raise ValueError(f"columns of shapes {[column.shape for column in columns]}, expected {plan.sizes}")
     if [column.dtype for column in columns] != schema.dtypes:
         columns = tuple(c.astype(d, order="C") for c, d in zip(columns, schema.dtypes, strict=True))

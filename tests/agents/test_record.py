@@ -14,6 +14,7 @@ from stagewatch.agents import record
 from stagewatch.agents.errors import RecordError
 from stagewatch.agents.record import (
     BODIES,
+    COLUMNS_MAX,
     HEAD_SIZE,
     SIZE_MAX,
     Bind,
@@ -171,6 +172,15 @@ class TestRefusalToDecode:
         with pytest.raises(RecordError, match="does not hold what its head announces"):
             decode(sealed(data))
 
+    @pytest.mark.parametrize("at", [16, 20], ids=["width", "drafts"])
+    def test_more_columns_than_there_may_be_although_no_row_has_them(self, at: int) -> None:
+        data = bytearray(encode(Kind.SENT, 1, 2, 3, body_of(Kind.SENT, rows=0)))
+        struct.pack_into("<I", data, at, COLUMNS_MAX)
+        assert decode(sealed(data)).seq == 1
+        struct.pack_into("<I", data, at, COLUMNS_MAX + 1)
+        with pytest.raises(RecordError, match="does not hold what its head announces"):
+            decode(sealed(data))
+
     @pytest.mark.parametrize("change", [[5, 4, 4, 4], [-4, 12, 4, 4], [2**31 - 1, 2**31 - 1, 0, 18]])
     def test_scheduled_counts_that_do_not_add_up(self, change: list[int]) -> None:
         body = replace(decoding(rows=4, drafts=3), scheduled=np.array(change, np.int32))
@@ -227,6 +237,10 @@ class TestRefusalToEncode:
             swapped = replace(body, draft_tokens=np.zeros((5, 3), np.int32))
             with pytest.raises(ValueError, match="expected"):
                 encode(Kind.SENT, 0, 0, 0, swapped)
+
+    def test_more_columns_than_a_reader_believes(self) -> None:
+        with pytest.raises(ValueError, match="expected"):
+            encode(Kind.SENT, 0, 0, 0, body_of(Kind.SENT, rows=1, width=COLUMNS_MAX + 1))
 
     def test_a_number_too_wide_for_the_head(self) -> None:
         with pytest.raises(struct.error):
