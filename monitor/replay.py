@@ -165,7 +165,7 @@ def _replay_journal(directory: Path, watch: Watch) -> None:
     try:
         for entry in read_journal(directory):
             if entry.kind is EntryKind.CARRIED:
-                carried = msgspec.json.decode(entry.payload, type=Carried)
+                carried = msgspec.msgpack.decode(entry.payload, type=Carried)
                 known.setdefault((carried.identity.instance, carried.identity.rank), carried.next_seq)
                 watch.hello(carried.identity, entry.t_ns)
                 continue
