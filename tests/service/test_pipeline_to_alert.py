@@ -21,7 +21,6 @@ REPORT = (
     "request",
     "first_bad_step",
     "last_good_step",
-    "last_bad_step",
     "ranks",
     "blamed",
     "fields",
@@ -69,7 +68,9 @@ def reports(incidents: list[dict[str, Any]], instance: str) -> list[str]:
 
 @pytest.mark.timeout(180)
 def test_a_broken_mask_is_caught_and_a_sound_engine_is_left_alone(stage: Any) -> None:
-    """GIVEN a collector and a sidecar
+    """The founding fault, with its twin.
+
+    GIVEN a collector and a sidecar
     WHEN the same requests run on a sound pipeline and on one with the founding fault
     THEN the sound run raises nothing, each request that went wrong is critical with the first stage blamed and
     nothing else is, and journal and rings replay to the same incidents.
