@@ -7,10 +7,11 @@ values are published when the event is done: at a later step or by a timer. Buff
 free the copy is given up and counted.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +19,28 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-I32 = NDArray[np.int32]
-Publish = Callable[[list[I32]], None]
-"""Takes one int32 array per tensor staged, of the tensor's shape; it owns them."""
+Values = NDArray[Any]
+"""Integers of whatever width the engine has; the record takes the low 32 bits."""
+Publish = Callable[[list[Values]], None]
+"""Takes one array per piece staged. They may be views that the engine overwrites later: use or copy them at once."""
 
 BUFFERS: Final = 16
 """Copies in flight per rank: pp_size + 1 steps of four copies each, with room."""
 
 
+class Gather(NamedTuple):
+    """Rows of a table: ``table[rows]``, with the row numbers on the table's device and on the host."""
+
+    table: "torch.Tensor"
+    rows: "torch.Tensor"
+    rows_np: NDArray[np.integer]
+
+
 class Staging(Protocol):
     """Brings device values to the host without waiting for them."""
 
-    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
-        """Copy ``tensors`` as they are at this point of the engine's stream, then call ``publish``.
+    def take(self, pieces: "Sequence[torch.Tensor | Gather]", publish: Publish, after: Any = None) -> None:
+        """Copy ``pieces`` as they are at this point of the engine's stream, then call ``publish``.
 
         ``after`` is an event that must be done before the values are there, or None. Calls are
         published in the order of `take`.
@@ -43,9 +53,9 @@ class Staging(Protocol):
 class HostStaging:
     """For tensors in host memory: publishes before it returns."""
 
-    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
-        """Copy and publish."""
-        publish([np.array(tensor.numpy(), dtype=np.int32) for tensor in tensors])
+    def take(self, pieces: "Sequence[torch.Tensor | Gather]", publish: Publish, after: Any = None) -> None:
+        """Publish what is there."""
+        publish([p.table.numpy()[p.rows_np] if isinstance(p, Gather) else p.numpy() for p in pieces])
 
     def poll(self) -> None:
         """Do nothing: there is never anything left."""
@@ -85,10 +95,12 @@ class CudaStaging:
         self._size = size
         self._dropped = dropped
         self._flights: deque[_Flight] = deque()
+        self._publishing = threading.Lock()
 
-    def take(self, tensors: "Sequence[torch.Tensor]", publish: Publish, after: Any = None) -> None:
+    def take(self, pieces: "Sequence[torch.Tensor | Gather]", publish: Publish, after: Any = None) -> None:
         """Launch the copies; returns before they are done."""
         self.poll()
+        tensors = [piece.table[piece.rows] if isinstance(piece, Gather) else piece for piece in pieces]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         sizes = [tensor.numel() for tensor in tensors]
         if not self._free or sum(sizes) > self._size:
@@ -114,11 +126,19 @@ class CudaStaging:
         self._flights.append(_Flight(buffer, shapes, publish))
 
     def poll(self) -> None:
-        """Publish, in order, the copies whose event is done."""
+        """Publish, in order, the copies whose event is done. Leaves it to another thread that is at it already."""
+        if not self._publishing.acquire(blocking=False):
+            return
+        try:
+            self._publish_done()
+        finally:
+            self._publishing.release()
+
+    def _publish_done(self) -> None:
         while self._flights and self._flights[0].buffer.done.query():
             flight = self._flights.popleft()
             flat = flight.buffer.pinned.numpy()
-            arrays: list[I32] = []
+            arrays: list[Values] = []
             at = 0
             for shape in flight.shapes:
                 count = int(np.prod(shape, dtype=np.int64))

@@ -10,13 +10,14 @@ import functools
 import importlib
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.staging import staging_for
 from stagewatch.agents.engines.vllm_hooks import RankHooks
 from stagewatch.agents.engines.vllm_hotfix import Hotfix, ballot_of
-from stagewatch.agents.engines.vllm_identity import identity_of
+from stagewatch.agents.engines.vllm_identity import identity_of, instance_of
 from stagewatch.agents.engines.vllm_variants import WORKS_WITH, inspect_engine, load_engine
 from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.probe import Probe
@@ -64,7 +65,7 @@ def _watch_loading(worker: Any) -> None:
     worker.load_model = load_model
 
 
-def _guarded(action: Any, worker: Any) -> None:
+def _guarded(action: Callable[[Any], object], worker: Any) -> None:
     try:
         action(worker)
     except StagewatchError as error:
@@ -106,7 +107,11 @@ def arm_worker(worker: Any) -> RankHooks | None:
 def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeSettings) -> RankHooks:
     parallel_state = importlib.import_module("vllm.distributed.parallel_state")
     distributed = importlib.import_module("torch.distributed")
-    identity = identity_of(worker.vllm_config, runner, finding, parallel_state)
+    config = worker.vllm_config
+    instance = instance_of(config, lambda: ballot_of(distributed).store)
+    identity = identity_of(
+        config, runner, finding, parallel_state, deployment=settings.deployment, instance=instance
+    )
     probe = arm(identity, settings)
     try:
         states = runner.req_states
@@ -129,7 +134,7 @@ def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeS
     except Exception as error:
         probe.disarm(f"arming failed: {type(error).__name__}: {error}")
         raise
-    _Timer(probe, staging.poll, settings.heartbeat_s).start()
+    _Timer(probe, staging.poll, hooks.remove, settings.heartbeat_s).start()
     probe.heartbeat()
     log.warning(
         "stagewatch: rank %s armed, vLLM %s, variant %s.",
@@ -173,11 +178,16 @@ def _close_with(worker: Any, probe: Probe) -> None:
 
 
 class _Timer(threading.Thread):
-    """Writes heartbeats while the engine is idle, and publishes the last copies of a burst."""
+    """Writes heartbeats while the engine is idle, and publishes the last copies of a burst.
 
-    def __init__(self, probe: Probe, poll: Any, every_s: float) -> None:
+    Calls ``disarmed`` when the probe has taken itself out, so that a disarmed rank carries no wrapper.
+    """
+
+    def __init__(
+        self, probe: Probe, poll: Callable[[], None], disarmed: Callable[[], None], every_s: float
+    ) -> None:
         super().__init__(name="stagewatch-heartbeat", daemon=True)
-        self._probe, self._poll, self._every_s = probe, poll, every_s
+        self._probe, self._poll, self._disarmed, self._every_s = probe, poll, disarmed, every_s
         self._never = threading.Event()
 
     def run(self) -> None:
@@ -189,3 +199,4 @@ class _Timer(threading.Thread):
             except Exception as error:  # noqa: BLE001  # a daemon must not die with a traceback in the engine's log
                 self._probe.disarm(f"publishing failed: {type(error).__name__}: {error}")
             self._probe.heartbeat()
+        self._disarmed()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.engines.staging import I32, Staging
-from stagewatch.agents.record import U64, UNKNOWN, Inputs, Payload
+from stagewatch.agents.engines.staging import Gather, Staging, Values
+from stagewatch.agents.record import I32, U64, UNKNOWN, Inputs, Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,11 @@ class Keys:
 
     def of(self, request_ids: list[str]) -> U64:
         """Keys of a batch's rows, uint64 [rows]; 0 for a request never bound."""
-        get = self._by_id.get
-        return np.fromiter((get(request_id, 0) for request_id in request_ids), np.uint64, len(request_ids))
+        known = self._by_id
+        try:
+            return np.fromiter(map(known.__getitem__, request_ids), np.uint64, len(request_ids))
+        except KeyError:
+            return np.array([known.get(request_id, 0) for request_id in request_ids], np.uint64)
 
 
 def rows_of(batch: Any, keys: Keys, generations: NDArray[np.int32]) -> Rows:
@@ -78,27 +81,28 @@ def stage_inputs(
     """
     slots, count, tokens = batch.idx_mapping, batch.num_reqs, batch.num_tokens
     host_slots = batch.idx_mapping_np
-    scheduled = np.diff(batch.query_start_loc_np[: count + 1]).astype(np.int32)
+    starts = batch.query_start_loc_np
+    scheduled = starts[1 : count + 1] - starts[:count]
     drafts = batch.num_draft_tokens_per_req
-    draft_count = np.zeros(count, np.int32) if drafts is None else np.array(drafts, np.int32)
+    draft_count = np.zeros(count, np.int32) if drafts is None else drafts
     host = (
-        batch.num_computed_tokens_np.astype(np.int32),
-        batch.prefill_len_np.astype(np.int32),
+        batch.num_computed_tokens_np,
+        batch.prefill_len_np,
         states.max_seq_len[host_slots],
-        batch.is_prefilling_np.astype(np.uint8),
+        batch.is_prefilling_np.view(np.uint8),
     )
     padded = int(batch.num_tokens_after_padding)
-    tensors = [
-        states.num_computed_tokens.gpu[slots],
-        states.last_sampled_tokens[slots].reshape(-1),
-        states.draft_tokens[slots],
+    pieces = [
+        Gather(states.num_computed_tokens.gpu, slots, host_slots),
+        Gather(states.last_sampled_tokens, slots, host_slots),
+        Gather(states.draft_tokens, slots, host_slots),
         batch.input_ids[:tokens],
         batch.positions[:tokens],
     ]
     if adaptive:
-        tensors += [batch.query_start_loc[: count + 1], batch.cu_num_logits[: count + 1]]
+        pieces += [batch.query_start_loc[: count + 1], batch.cu_num_logits[: count + 1]]
 
-    def arrived(values: list[I32]) -> None:
+    def arrived(values: list[Values]) -> None:
         computed, last, block, ids, positions = values[:5]
         found_scheduled, found_drafts = scheduled, draft_count
         if adaptive:
@@ -128,7 +132,7 @@ def stage_inputs(
             )
         )
 
-    staging.take(tensors, arrived)
+    staging.take(pieces, arrived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ class Deferred:
 
 def payload(
     rows: Rows,
-    values: list[I32],
+    values: list[Values],
     applied: NDArray[np.bool_] | None,
     *,
     at: int = UNKNOWN,

@@ -13,14 +13,14 @@ from typing import Any, Final
 import numpy as np
 
 from stagewatch.agents.engines import vllm_batch
-from stagewatch.agents.engines.staging import I32, Staging
+from stagewatch.agents.engines.staging import Gather, Staging, Values
 from stagewatch.agents.engines.vllm_batch import Deferred, Keys, Plan, Rows
 from stagewatch.agents.engines.vllm_mask import sound_mask
 from stagewatch.agents.engines.vllm_variants import Finding
 from stagewatch.agents.engines.wrapping import Args, Kwargs, Wrapping, argument
 from stagewatch.agents.mask import BoolArray
 from stagewatch.agents.probe import Probe
-from stagewatch.agents.record import UNKNOWN, Kind, request_key
+from stagewatch.agents.record import I32, UNKNOWN, Kind, request_key
 
 _SEND_NAMES: Final = ("isend_tensor_dict", "send_tensor_dict")
 _RECEIVE_NAMES: Final = ("irecv_tensor_dict", "recv_tensor_dict")
@@ -34,7 +34,11 @@ class _Sent:
     step: int
     rows: Rows
     applied: BoolArray | None
-    values: list[I32] = field(default_factory=list)
+    values: list[Values] = field(default_factory=list)
+
+    def add(self, values: list[Values]) -> None:
+        """Keep what arrived until the rest has."""
+        self.values += [value.copy() for value in values]
 
 
 class RankHooks:
@@ -149,7 +153,7 @@ class RankHooks:
         self._sent = sent = _Sent(step, rows, self._mask if known else None)
         names = ("sampled_token_ids", "num_sampled", "num_rejected")
         tensors = [argument(args, kwargs, position, name) for position, name in enumerate(names)]
-        self._staging.take(tensors, sent.values.extend)
+        self._staging.take(tensors, sent.add)
         if not self._finding.relay:
             self._flush_sent()
 
@@ -161,8 +165,9 @@ class RankHooks:
         if sent is None:
             return
         if drafts is self._states.draft_tokens:
-            drafts = drafts[argument(args, kwargs, 1, "input_batch").idx_mapping]
-        self._staging.take([drafts], sent.values.extend)
+            batch = argument(args, kwargs, 1, "input_batch")
+            drafts = Gather(drafts, batch.idx_mapping, batch.idx_mapping_np)
+        self._staging.take([drafts], sent.add)
         self._flush_sent()
 
     def _sampled(self, _: Any, __: Any, args: Args, kwargs: Kwargs) -> None:
@@ -174,7 +179,7 @@ class RankHooks:
             return
         probe = self._probe
 
-        def arrived(_: list[I32]) -> None:
+        def arrived(_: list[Values]) -> None:
             if len(sent.values) >= _DRAFTS_AT:  # else its copy was given up, and counted
                 probe.payload(Kind.SENT, sent.step, vllm_batch.payload(sent.rows, sent.values, sent.applied))
 
@@ -196,7 +201,7 @@ class RankHooks:
         self._deferred.append(Deferred(entry, step, rows))
         applied = entry.need_sampled_mask
 
-        def arrived(values: list[I32]) -> None:
+        def arrived(values: list[Values]) -> None:
             probe.payload(Kind.RECEIVED, step, vllm_batch.payload(rows, values, applied))
 
         self._staging.take(_tensors(entry), arrived, after=entry.event)
@@ -229,7 +234,7 @@ class RankHooks:
                 tensors[_DRAFTS_AT:] = [outputs["draft_tokens"]]
             tensors.append(outputs["idx_mapping"])
 
-        def arrived(values: list[I32]) -> None:
+        def arrived(values: list[Values]) -> None:
             applied = np.zeros(len(deferred.rows.slot), np.bool_)
             if outputs is not None:
                 applied = values.pop() >= 0

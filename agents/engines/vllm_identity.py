@@ -4,28 +4,44 @@ import importlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 from stagewatch.agents.engines.vllm_variants import Finding
 from stagewatch.agents.identity import Fingerprint, Identity, Rank, Sizes
-from stagewatch.agents.settings import ProbeSettings
+
+_INSTANCE: Final = "stagewatch/instance"
 
 
-def identity_of(config: Any, runner: Any, finding: Finding, parallel_state: Any) -> Identity:
+def instance_of(config: Any, store: Callable[[], Any]) -> str:
+    """Name of this life of the engine, the same on all its ranks.
+
+    It is `VllmConfig.instance_id`. Where an engine spans nodes that each make a configuration of their own, so
+    also an id of their own, ranks take the first one that reaches the process group's ``store``: one atomic
+    compare-and-set, after the group was made, which nothing waits for.
+    """
+    own = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(config.instance_id)) or "unnamed"
+    if getattr(config.parallel_config, "nnodes", 1) == 1:
+        return own
+    return bytes(store().compare_set(_INSTANCE, "", own)).decode()
+
+
+def identity_of(
+    config: Any, runner: Any, finding: Finding, parallel_state: Any, *, deployment: str, instance: str
+) -> Identity:
     """Identity of the worker that runs ``runner`` under the VllmConfig ``config``.
 
     Ranks of prefill context parallelism hold the same batch as their tensor parallel peers, so they count
     as more of those.
     """
-    settings = ProbeSettings.from_environment()
     parallel = config.parallel_config
     pp, tp = parallel_state.get_pp_group(), parallel_state.get_tp_group()
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     pcp_rank = parallel_state.get_pcp_group().rank_in_group if pcp_size > 1 else 0
     return Identity(
-        deployment=settings.deployment if settings else "default",
-        instance=_instance(config),
+        deployment=deployment,
+        instance=instance,
         rank=Rank(parallel.data_parallel_rank, pp.rank_in_group, pcp_rank * tp.world_size + tp.rank_in_group),
         sizes=Sizes(parallel.data_parallel_size, pp.world_size, tp.world_size * pcp_size),
         host=socket.gethostname(),
@@ -72,10 +88,6 @@ def fingerprints(config: Any, runner: Any) -> dict[str, str]:
     if draft is not None:
         found["draft_model"] = _hashed(draft.model, getattr(draft, "revision", None))
     return found
-
-
-def _instance(config: Any) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in str(config.instance_id)) or "unnamed"
 
 
 def _hashed(*parts: object) -> str:

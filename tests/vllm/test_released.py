@@ -9,14 +9,15 @@ from conftest import RunEngine
 
 from stagewatch.agents.record import Kind
 
-PIPELINES = [(2, 7), (3, 4)]
+# vLLM forks its workers unless told to spawn them; both must arm.
+PIPELINES = [(2, 7, {}), (3, 4, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})]
 
 
-@pytest.fixture(scope="module", params=PIPELINES, ids=["PP=2 K=7", "PP=3 K=4"])
+@pytest.fixture(scope="module", params=PIPELINES, ids=["PP=2 K=7 forked", "PP=3 K=4 spawned"])
 def watched(request: pytest.FixtureRequest, run_engine: RunEngine) -> tuple[runs.Run, int]:
     """A watched pipeline of three greedy requests, and its number of stages."""
-    pp, drafts = request.param
-    return run_engine("basic", pp, drafts), pp
+    pp, drafts, more = request.param
+    return run_engine("basic", pp, drafts, **more), pp
 
 
 class TestReleasedEngine:

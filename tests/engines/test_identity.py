@@ -1,0 +1,92 @@
+"""Who a rank says it is."""
+
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed
+from standins import Pipeline
+
+from stagewatch.agents.engines.vllm_identity import fingerprints, identity_of, instance_of
+from stagewatch.agents.engines.vllm_variants import inspect_engine
+from stagewatch.agents.identity import Rank, Sizes
+
+
+def config(instance_id: str = "life", nnodes: int = 1, **parallel: int) -> SimpleNamespace:
+    """What a VllmConfig tells."""
+    return SimpleNamespace(
+        instance_id=instance_id,
+        parallel_config=SimpleNamespace(
+            **{"data_parallel_rank": 0, "data_parallel_size": 1, "nnodes": nnodes} | parallel
+        ),
+        model_config=SimpleNamespace(
+            model="org/secret-name", revision=None, dtype="torch.float16", quantization=None
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=True),
+        speculative_config=SimpleNamespace(
+            method="eagle", draft_model_config=SimpleNamespace(model="org/secret-draft", revision="r1")
+        ),
+    )
+
+
+def runner() -> SimpleNamespace:
+    """What a runner tells."""
+    return SimpleNamespace(num_speculative_steps=3, vocab_size=211, max_model_len=64)
+
+
+def groups(pp: int, tp: int, tp_size: int, pcp: int = 0) -> SimpleNamespace:
+    """VLLM's parallel state of one worker."""
+    return SimpleNamespace(
+        get_pp_group=lambda: SimpleNamespace(rank_in_group=pp, world_size=2),
+        get_tp_group=lambda: SimpleNamespace(rank_in_group=tp, world_size=tp_size),
+        get_pcp_group=lambda: SimpleNamespace(rank_in_group=pcp),
+    )
+
+
+class TestInstance:
+    def test_is_the_engines_own_on_one_node(self) -> None:
+        def no_store() -> None:
+            raise AssertionError("asked for a store")
+
+        assert instance_of(config("abc/1"), no_store) == "abc-1"
+
+    def test_is_the_first_ranks_on_all_nodes(self) -> None:
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+        )
+        found = [instance_of(config(own, nnodes=2), lambda: store) for own in ("first", "second", "third")]
+        assert found == ["first"] * 3
+
+
+class TestIdentity:
+    def test_every_rank_of_every_dimension_has_coordinates_of_its_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """GIVEN PP 2, TP 2, DP 2 and prefill context parallelism 2 THEN no two of the 16 ranks share a ring's name."""
+        finding = inspect_engine(Pipeline("C").ranks[0].engine)
+        names = set()
+        for number in range(16):
+            dp, pp, tp, pcp = (number >> shift & 1 for shift in range(4))
+            parallel = {
+                "data_parallel_rank": dp,
+                "data_parallel_size": 2,
+                "prefill_context_parallel_size": 2,
+            }
+            monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
+            found = identity_of(
+                config(**parallel), runner(), finding, groups(pp, tp, 2, pcp), deployment="d", instance="life"
+            )
+            assert found.sizes == Sizes(2, 2, 4)
+            assert found.rank == Rank(dp, pp, pcp * 2 + tp)
+            names.add(found.ring_name)
+        assert len(names) == 16
+
+    def test_fingerprints_hide_names_and_tell_differences(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
+        mine, other = config(), config()
+        other.model_config.model = "org/another"
+        found, differs = fingerprints(mine, runner()), fingerprints(other, runner())
+        assert not any("secret" in value for value in found.values())
+        assert [name for name in found if found[name] != differs[name]] == ["model"]
