@@ -1,0 +1,119 @@
+"""The whole chain on the real engine: ring, sidecar, collector, incident, while the engine serves."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import runs
+from conftest import find_python
+
+BIN = Path(sys.executable).parent
+WAIT_S = 60.0
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], what: str) -> T:
+    """The first true value of a condition; fails after `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if value := condition():
+                return value
+        time.sleep(0.05)
+    raise AssertionError(f"never came true: {what}")
+
+
+@contextlib.contextmanager
+def command(arguments: list[object], log: Path, **environment: str) -> Iterator[None]:
+    """One of our commands in a process group of its own."""
+    cleared = {name: value for name, value in os.environ.items() if not name.startswith("STAGEWATCH_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(argument) for argument in arguments],
+            env=cleared | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def collector(tmp_path: Path) -> Iterator[httpx.Client]:
+    """A collector, and a sidecar that ships the rings of ``tmp_path/rings`` to it."""
+    rings, data, log = tmp_path / "rings", tmp_path / "data", tmp_path / "collector.log"
+    rings.mkdir(mode=0o700)
+    with command([BIN / "stagewatch", "collect", "--port", 0, "--data-dir", data], log):
+
+        def url_in_log() -> str:
+            lines = log.read_text().splitlines()
+            return next((line.split()[-1] for line in lines if "listening on" in line), "")
+
+        url = wait_for(url_in_log, "the collector listens")
+        token = (data / "token").read_text().strip()
+        client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"})
+        wait_for(lambda: client.get("/readyz").status_code == 200, "the collector is ready")
+        address = url.replace("http", "ws", 1)
+        ship = [BIN / "stagewatch-agent", "ship", "--ring-dir", rings, "--collector", address]
+        with command(ship, tmp_path / "sidecar.log", STAGEWATCH_TOKEN=token):
+            yield client
+
+
+def serve(models: Path, rings: Path, fault: str = "") -> None:
+    """One life of an engine."""
+    environment = runs.engine_environment(2, rings=rings, fault=fault)
+    process = runs.start(find_python(), "basic", models, 2, 7, environment)
+    log = runs.finish(process)
+    assert process.returncode == 0, log[-4000:]
+
+
+def compared(collector: httpx.Client, life: int) -> dict[str, Any] | None:
+    """The state of the ``life``-th engine once every step that its ranks recorded was compared."""
+    engines = collector.get("/v1/engines").json()["engines"]
+    if len(engines) <= life:
+        return None
+    last_steps = [rank["last_step"] for rank in engines[life]["ranks"]]
+    done = len(last_steps) == 2 and 0 < min(last_steps) == max(last_steps) == engines[life]["compared_to"]
+    return engines[life] if done else None
+
+
+def test_a_healthy_engine_is_silent_and_the_next_life_is_caught(
+    collector: httpx.Client, models: Path, tmp_path: Path
+) -> None:
+    """Two lives of an engine on one node.
+
+    GIVEN a collector and a sidecar WHEN the released engine serves, and then one with the old mask THEN the first
+    is consistent throughout, and of the second exactly what a replay finds is reported.
+    """
+    rings = tmp_path / "rings"
+    serve(models, rings)
+    healthy = wait_for(lambda: compared(collector, 0), "the healthy engine was compared")
+    assert set(healthy["verdicts"]) == {"CONSISTENT"}
+    assert collector.get("/v1/incidents").json()["incidents"] == []
+
+    serve(models, rings, fault="old-mask")
+    faulty = wait_for(lambda: compared(collector, 1), "the faulty engine was compared")
+    assert faulty["instance"] != healthy["instance"]
+    live = {
+        (i["check"], i["severity"], i["request"], i["first_bad_step"])
+        for i in collector.get("/v1/incidents").json()["incidents"]
+    }
+    replayed = {
+        (i["check"], i["severity"], i["request"], i["first_bad_step"])
+        for i in runs.Run(0, "", rings).replay["incidents"]
+    }
+    assert live == replayed
+    assert ("excluded-row", "critical") in {(check, severity) for check, severity, *_ in live}
