@@ -2,8 +2,8 @@
 
     python tests/bench/alert.py
 
-A pipeline of two processes runs with the founding fault. A time is that between a request's first bad step, as its ranks
-recorded it, and the moment the collector raised it to critical. The references are taken in the same run: the
+A pipeline of two processes runs with the founding fault. A time is that between a request's first bad step, as its
+ranks recorded it, and the moment the collector raised it to critical. The references are taken in the same run: the
 pipeline's own step, and a round trip of HTTP to the collector.
 """
 

@@ -15,7 +15,7 @@ def main() -> int:
         print(f"\n{name}", file=sys.stderr, flush=True)
         failed += bool(
             subprocess.run([sys.executable, here / f"{name}.py", *sys.argv[1:]], check=False).returncode
-        )  # noqa: S603  # our own scripts
+        )  # our own scripts
     return failed
 
 
