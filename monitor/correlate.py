@@ -4,11 +4,16 @@ Findings come in the order things happened, so the first one names the cause and
 joins the same incident. Severity only rises; when it does, the incident is dated at the step that raised it.
 What was different is frozen at the first critical step: what happens to a broken request later says
 nothing about the cause, and only moves ``last_bad_step``.
+
+A cause that is no single request's (a batch that differs, a call that never returns) is one incident of the
+engine. Requests that it harms afterwards are named in its chain. And where one cause breaks hundreds of requests at
+once, those beyond `FLOOD_MAX` share an incident that counts them.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import Final
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import msgspec
 
@@ -19,17 +24,28 @@ from stagewatch.monitor.windows import Group
 
 INCIDENTS_MAX: Final = 10_000
 """Incidents of one group kept open to further findings; beyond it the oldest are closed."""
+ALIASES_MAX: Final = 50_000
+HARMED_TOLD_MAX: Final = 8
+"""Requests named in the chain of an incident that is no single request's."""
+FLOOD_MAX: Final = 64
+"""Incidents of one check and severity that may open within `FLOOD_STEPS`; more share one."""
+FLOOD_STEPS: Final = 256
+FLOODED_MAX: Final = 100_000
+
+Key = tuple[int, int | str]
 
 
 @dataclass(slots=True)
 class _Open:
     incident: Incident
-    generation: int
+    opened_step: int
     critical_step: int
     """Step of the first critical finding; 0 before."""
     absolved: bool
     told: set[tuple[str, Severity]]
     """What the chain says already: each check speaks once per severity."""
+    harmed: set[Key] = field(default_factory=set)
+    """Requests named in the chain, where the incident is no single request's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Context:
     """What correlation knows beside the finding itself."""
 
     request_id: str
-    last_good_step: int
+    last_good_step: Callable[[], int]
     newest_step: int
     now_ns: int
 
@@ -47,44 +63,132 @@ class Correlator:
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
-        self._open: OrderedDict[tuple[int, int | str], _Open] = OrderedDict()
+        self._open: OrderedDict[Key, _Open] = OrderedDict()
+        self._alias: OrderedDict[Key, _Open] = OrderedDict()
+        """Requests and checks whose findings belong to another's incident."""
+        self._opened: dict[tuple[str, Severity], deque[int]] = {}
+        """Steps of the newest incidents of each check and severity."""
+        self._flooded: OrderedDict[tuple[Key, Severity], None] = OrderedDict()
 
-    def is_critical(self, request: int, generation: int, step: int) -> bool:
+    def is_critical(self, request: int, life: int, step: int) -> bool:
         """Whether a request's incident is critical since a step before ``step``: nothing new can be learned."""
-        found = self._open.get((request, generation))
-        return found is not None and 0 < found.critical_step < step
+        key = (request, life)
+        found = self._find(key)
+        if found is None or not 0 < found.critical_step < step:
+            return False
+        return bool(found.incident.request) or key in found.harmed or len(found.harmed) >= HARMED_TOLD_MAX
 
-    def touch(self, request: int, generation: int, step: int) -> None:
+    def touch(self, request: int, life: int, step: int) -> None:
         """A critical request is still bad at ``step``."""
-        found = self._open[(request, generation)]
-        if step > found.incident.last_bad_step:
+        found = self._find((request, life))
+        if found is not None and found.critical_step and step > found.incident.last_bad_step:
             found.incident = msgspec.structs.replace(found.incident, last_bad_step=step)
 
     def add(self, finding: Finding, context: Context) -> tuple[ChangeKind, Incident] | None:
         """Take a finding; return (kind of change, incident), or None where it only repeats what is known."""
-        key: tuple[int, int | str] = (
-            (finding.request, finding.generation) if finding.request else (0, finding.check)
-        )
-        found = self._open.get(key)
-        if found is None:
-            found = _Open(
-                self._opened(finding, context),
-                finding.generation,
-                _critical(finding),
-                finding.absolves,
-                {(finding.check, finding.severity)},
-            )
-            self._open[key] = found
-            if len(self._open) > INCIDENTS_MAX:
-                self._open.popitem(last=False)
-            return "opened", found.incident
-        return self._joined(found, finding, context)
+        key: Key = (finding.request, finding.life) if finding.request else (0, finding.check)
+        found = self._find(key)
+        if found is None and not finding.request:
+            found = self._same_step(key, finding)
+        if found is not None:
+            self._cover(finding, found)
+            return self._joined(found, key, finding, context)
+        if finding.request and self._floods(key, finding):
+            return self._flood(key, finding, context)
+        found = self._new(finding, context)
+        self._open[key] = found
+        if len(self._open) > INCIDENTS_MAX:
+            self._open.popitem(last=False)
+        self._cover(finding, found)
+        return "opened", found.incident
 
     def current(self) -> list[Incident]:
         """Every incident still open to findings, oldest first."""
-        return [found.incident for found in self._open.values()]
+        order = sorted(self._open.values(), key=lambda found: (found.opened_step, found.incident.id))
+        return [found.incident for found in order]
 
-    def _opened(self, finding: Finding, context: Context) -> Incident:
+    # ---- which incident
+
+    def _find(self, key: Key) -> _Open | None:
+        return self._open.get(key) or self._alias.get(key)
+
+    def _same_step(self, key: Key, finding: Finding) -> _Open | None:
+        """The engine's incident of the same step: two checks see one cause."""
+        if not finding.of_step:
+            return None
+        for (request, _), found in self._open.items():
+            if not request and found.incident.last_bad_step == finding.step and found.opened_step:
+                self._name_alias(key, found)
+                return found
+        return None
+
+    def _cover(self, finding: Finding, found: _Open) -> None:
+        for covered in finding.covers:
+            if covered not in self._open:
+                self._name_alias(covered, found)
+
+    def _name_alias(self, key: Key, found: _Open) -> None:
+        self._alias[key] = found
+        if len(self._alias) > ALIASES_MAX:
+            self._alias.popitem(last=False)
+
+    # ---- floods
+
+    def _floods(self, key: Key, finding: Finding) -> bool:
+        if (key, finding.severity) in self._flooded:
+            return True
+        steps = self._opened.setdefault((finding.check, finding.severity), deque(maxlen=FLOOD_MAX))
+        if len(steps) == FLOOD_MAX and steps[0] > finding.step - FLOOD_STEPS:
+            return True
+        steps.append(finding.step)
+        return False
+
+    def _flood(self, key: Key, finding: Finding, context: Context) -> tuple[ChangeKind, Incident] | None:
+        shared: Key = (0, f"{finding.check} {finding.severity.word}")
+        known = (key, finding.severity) in self._flooded
+        found = self._open.get(shared)
+        opened = found is None
+        if found is None:
+            whole = replace(finding, request=0, life=0, values=())
+            found = self._new(whole, replace(context, request_id="", last_good_step=lambda: 0))
+            # Never joined by step: it stands for requests, not for the engine.
+            found.opened_step = 0
+            self._open[shared] = found
+        if not known:
+            self._flooded[key, finding.severity] = None
+            if len(self._flooded) > FLOODED_MAX:
+                self._flooded.popitem(last=False)
+            found.harmed.add(key)
+        agreed = tuple(rank for rank in found.incident.blamed if rank in finding.blamed)
+        found.incident = msgspec.structs.replace(
+            found.incident,
+            blamed=agreed,
+            ranks=agreed or _union(found.incident.ranks, finding.ranks),
+            last_bad_step=max(found.incident.last_bad_step, finding.step),
+            chain=(
+                found.incident.chain[0],
+                Link(
+                    found.incident.first_bad_step,
+                    f"and so {len(found.harmed)} more requests than are told one by one",
+                ),
+            ),
+        )
+        if known:
+            return None
+        return ("opened" if opened else "updated"), found.incident
+
+    # ---- what it says
+
+    def _new(self, finding: Finding, context: Context) -> _Open:
+        return _Open(
+            self._incident(finding, context),
+            finding.step,
+            _critical(finding),
+            finding.absolves,
+            {(finding.check, finding.severity)},
+        )
+
+    def _incident(self, finding: Finding, context: Context) -> Incident:
         group = self._group
         return Incident(
             id=incident_id(group.instance, group.dp, finding.check, context.request_id, finding.step),
@@ -95,7 +199,7 @@ class Correlator:
             severity=finding.severity,
             request=context.request_id,
             first_bad_step=finding.step,
-            last_good_step=context.last_good_step,
+            last_good_step=context.last_good_step(),
             last_bad_step=finding.step,
             ranks=finding.ranks,
             blamed=finding.blamed,
@@ -108,8 +212,12 @@ class Correlator:
             raised_ns=context.now_ns,
         )
 
-    def _joined(self, found: _Open, finding: Finding, context: Context) -> tuple[ChangeKind, Incident] | None:
+    def _joined(
+        self, found: _Open, key: Key, finding: Finding, context: Context
+    ) -> tuple[ChangeKind, Incident] | None:
         incident = found.incident
+        if finding.request and not incident.request:
+            return self._harmed(found, key, finding, context)
         if found.critical_step and finding.step > found.critical_step:
             if finding.step > incident.last_bad_step:
                 found.incident = msgspec.structs.replace(incident, last_bad_step=finding.step)
@@ -117,11 +225,14 @@ class Correlator:
         raised = finding.severity > incident.severity
         if found.absolved:
             finding = replace(finding, blamed=())
+        elif finding.check != incident.check and not finding.request:
+            # Another check's view of what the engine did at this step: the first one named the cause.
+            finding = replace(finding, blamed=incident.blamed, ranks=incident.ranks)
         chain = incident.chain
         if (finding.check, finding.severity) not in found.told:
             found.told.add((finding.check, finding.severity))
             chain = (*chain, Link(finding.step, finding.text))
-        changes: dict[str, object] = {
+        changes: dict[str, Any] = {
             "chain": chain,
             "last_bad_step": max(incident.last_bad_step, finding.step),
         }
@@ -129,7 +240,7 @@ class Correlator:
             changes |= {
                 "severity": finding.severity,
                 "first_bad_step": finding.step,
-                "last_good_step": context.last_good_step,
+                "last_good_step": context.last_good_step(),
                 "ranks": finding.ranks,
                 "blamed": finding.blamed,
                 "fields": finding.fields,
@@ -138,20 +249,44 @@ class Correlator:
                 "first_bad_ns": finding.t_ns,
                 "raised_ns": context.now_ns,
             }
+            if finding.check != incident.check and not finding.request:
+                changes |= {
+                    "first_bad_step": incident.first_bad_step,
+                    "last_good_step": incident.last_good_step,
+                }
         elif finding.severity == incident.severity:
             blamed = _union(incident.blamed, finding.blamed)
             changes |= {
                 "blamed": blamed,
                 "ranks": blamed or _union(incident.ranks, finding.ranks),
-                "fields": tuple(dict.fromkeys((*incident.fields, *finding.fields))),
-                "values": (*incident.values, *(v for v in finding.values if v not in incident.values)),
             }
+            if finding.step == incident.first_bad_step:
+                changes |= {
+                    "fields": tuple(dict.fromkeys((*incident.fields, *finding.fields))),
+                    "values": (*incident.values, *(v for v in finding.values if v not in incident.values)),
+                }
         changed = msgspec.structs.replace(incident, **changes)
         if changed == incident:
             return None
         found.incident = changed
         found.critical_step = found.critical_step or _critical(finding)
         return ("raised" if raised else "updated"), found.incident
+
+    def _harmed(
+        self, found: _Open, key: Key, finding: Finding, context: Context
+    ) -> tuple[ChangeKind, Incident] | None:
+        """A request suffers from what the whole engine did: say so, and blame nobody anew."""
+        incident = found.incident
+        changes: dict[str, Any] = {"last_bad_step": max(incident.last_bad_step, finding.step)}
+        if key not in found.harmed and len(found.harmed) < HARMED_TOLD_MAX:
+            found.harmed.add(key)
+            link = Link(finding.step, f"request {context.request_id}: {finding.text}")
+            changes["chain"] = (*incident.chain, link)
+        changed = msgspec.structs.replace(incident, **changes)
+        if changed == incident:
+            return None
+        found.incident = changed
+        return ("updated", changed) if "chain" in changes else None
 
 
 def _critical(finding: Finding) -> int:

@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -14,19 +16,23 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.probe import Health
 from stagewatch.agents.record import Kind
 from stagewatch.monitor.alignment import Aligned, Aligner
+from stagewatch.monitor.callbook import CallBook
 from stagewatch.monitor.checks import registry
 from stagewatch.monitor.checks.base import Chunk, ChunkCheck, Finding, RowCheck
-from stagewatch.monitor.checks.collective_order import Entry, entries
 from stagewatch.monitor.checks.liveness import LivenessCheck, Progress, RankProgress
 from stagewatch.monitor.checks.stall import Stall
 from stagewatch.monitor.correlate import Context, Correlator
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.states import Change, EngineState, RankState
-from stagewatch.monitor.windows import Group, InputsWindow
+from stagewatch.monitor.statistics import Statistics
+from stagewatch.monitor.windows import Group, InputsWindow, lives_of
 
 REQUEST_IDS_MAX: Final = 200_000
 """Request ids remembered per group; an id is needed as long as its request runs."""
+
+NEWCOMERS_MAX: Final = 16
+"""Requests named as those that joined the batch before a stall."""
 
 Rows = NDArray[np.bool_]
 
@@ -50,10 +56,12 @@ class Engine:
         self._row_checks: list[RowCheck] = [check() for check in registry.ROW_CHECKS]
         self._history = History()
         self._correlator = Correlator(group)
-        self._request_ids: OrderedDict[int, str] = OrderedDict()
+        self._request_ids: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        """Request key -> (id, ordinal of the last step before it was given a slot)."""
         self._ranks: dict[int, RankState] = {}
         self._moved_ns: dict[int, int] = {}
-        self._calls: dict[int, tuple[Entry, ...]] = {}
+        self._books = [CallBook(self._aligner.names) for _ in group.ranks]
+        self._statistics = Statistics()
         self._liveness_checks: list[LivenessCheck] = [check() for check in registry.LIVENESS_CHECKS]
         self._first_heard_ns = 0
         self._wedged = ""
@@ -74,27 +82,19 @@ class Engine:
         """Take one batch of evidence and judge what it completes."""
         index = self.group.ranks.index(rank)
         state = self._ranks[index]
-        moved = evidence.inputs is not None
         if evidence.events is not None:
             state = self._events(state, evidence.events)
-            calls = list(entries(evidence.events))
-            if calls:
-                moved = True
-                kept = (*self._calls.get(index, ()), *calls)
-                self._calls[index] = tuple(call for call in kept if call.step == kept[-1].step)
-        if moved or index not in self._moved_ns:
+        calls = self._aligner.push(index, evidence)
+        self._books[index].add(calls)
+        if evidence.inputs is not None or len(calls) or index not in self._moved_ns:
             self._moved_ns[index] = now_ns
-        newest = (
-            int(evidence.inputs.step[-1]) if evidence.inputs is not None and len(evidence.inputs.step) else 0
-        )
         self._ranks[index] = replace(
             state,
-            last_step=max(state.last_step, newest),
+            last_step=self._aligner.lanes[index].newest,
             last_heard_ns=now_ns,
             margin_s=margin_s,
             lost_records=state.lost_records + evidence.lost,
         )
-        self._aligner.lanes[index].push(evidence, self._aligner.judged)
         return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
 
     def finish(self, now_ns: int) -> list[Change]:
@@ -107,28 +107,46 @@ class Engine:
 
     def look(self, now_ns: int) -> list[Change]:
         """Judge what only the passing of time can tell."""
-        progress = self._state_of_progress(now_ns)
+        progress = self.progress(now_ns)
         findings = [finding for check in self._liveness_checks for finding in check.look(progress)]
         self._wedged = next((finding.text for finding in findings if finding.check == Stall.NAME), "")
         return self._tell(findings, now_ns)
+
+    def wedge(self, finding: Finding | None, why: str, now_ns: int) -> list[Change]:
+        """The replicas are stuck in a call they share; ``finding`` where it is this one that owes it."""
+        self._wedged = self._wedged or why
+        return [] if finding is None else self._tell([finding], now_ns)
 
     def _arming(self, now_ns: int) -> list[Change]:
         """Compare how the ranks are set up, once all were heard of."""
         if self._armed or len(self._ranks) < len(self.group.ranks):
             return []
         self._armed = True
-        progress = self._state_of_progress(now_ns)
+        progress = self.progress(now_ns)
         findings = [found for check in registry.ARMING_CHECKS for found in check().look(progress)]
         return self._tell(findings, now_ns)
 
-    def _state_of_progress(self, now_ns: int) -> Progress:
+    def progress(self, now_ns: int) -> Progress:
+        """How far each rank has come."""
+        newest = max((lane.newest for lane in self._aligner.lanes), default=0)
         return Progress(
             group=self.group,
             ranks=tuple(self._progress(index) for index in range(len(self.group.ranks))),
             now_ns=now_ns,
             first_heard_ns=self._first_heard_ns,
-            newest_requests=tuple(self._name(key) for key in self._aligner.newcomers()),
+            newest_requests=tuple(self._newcomers(newest)),
         )
+
+    def _newcomers(self, newest: int) -> Iterator[str]:
+        """Requests that were given a slot just before the newest step, newest first."""
+        for name, step in islice(reversed(self._request_ids.values()), NEWCOMERS_MAX):
+            if step == newest - 1:
+                yield name
+
+    @property
+    def heard_ns(self) -> int:
+        """When any rank was last heard of."""
+        return max((state.last_heard_ns for state in self._ranks.values()), default=0)
 
     def silent(self, now_ns: int, after_ns: int) -> frozenset[int]:
         """Indices of ranks not heard of for ``after_ns``, while another one was."""
@@ -157,10 +175,16 @@ class Engine:
             verdicts=dict(self.verdicts),
             worst=max((incident.severity for incident in self.incidents()), default=None),
             wedged=self._wedged,
+            drafts_accepted=self._statistics.accepted,
+            drafts_rejected=self._statistics.rejected,
+            rows_repeated=self._statistics.repeated,
+            rows_sampled=self._statistics.sampled,
+            late_rows=sum(lane.late_rows for lane in self._aligner.lanes),
         )
 
     def _progress(self, index: int) -> RankProgress:
-        state = self._ranks.get(index)
+        state, lane = self._ranks.get(index), self._aligner.lanes[index]
+        newest = max(each.newest for each in self._aligner.lanes)
         return RankProgress(
             index=index,
             identity=state.identity if state else None,
@@ -169,13 +193,17 @@ class Engine:
             newest_step=state.last_step if state else 0,
             heard_ns=state.last_heard_ns if state else 0,
             moved_ns=self._moved_ns.get(index, 0),
-            calls=self._calls.get(index, ()),
+            calls=self._books[index].calls,
+            before=self._books[index].before,
+            shared_calls=self._books[index].shared,
+            last_shared=self._books[index].last_shared,
+            lossy=any(last >= newest - 1 for _, last in lane.gaps),
         )
 
     def _events(self, state: RankState, events: EventBlock) -> RankState:
         for i in np.flatnonzero(events.kind == Kind.BIND):
             key = int(events.request[i])
-            self._request_ids[key] = events.text[i]
+            self._request_ids[key] = (events.text[i], int(events.step[i]))
             self._request_ids.move_to_end(key)
             if len(self._request_ids) > REQUEST_IDS_MAX:
                 self._request_ids.popitem(last=False)
@@ -195,11 +223,13 @@ class Engine:
         self.verdicts.update(aligned.indeterminate)
         self.steps += len(chunk.unaligned) + (0 if chunk.inputs is None else len(chunk.inputs.steps))
         self._history.remember(chunk.inputs, chunk.sent)
+        self._statistics.add(chunk.sent, self._history.links)
         diverged = self._compare_rows(chunk.inputs)
         findings = [*self._explain(chunk.inputs, diverged), *self._examine(chunk)]
         findings.sort(key=lambda f: (f.step, f.phase, registry.ORDER[f.check], f.row))
         changes = self._tell(findings, now_ns)
         self._touch(chunk.inputs, diverged)
+        self._history.forget()
         return changes
 
     def _tell(self, findings: list[Finding], now_ns: int) -> list[Change]:
@@ -207,7 +237,7 @@ class Engine:
         for finding in findings:
             context = Context(
                 self._name(finding.request),
-                self._last_good_step(finding),
+                partial(self._last_good_step, finding),
                 max(lane.newest for lane in self._aligner.lanes),
                 now_ns,
             )
@@ -255,18 +285,18 @@ class Engine:
             return
         newest = {key: step for key, step, _ in _diverged(window, objections)}
         for key, step in newest.items():
-            if self._correlator.is_critical(*key, step):
-                self._correlator.touch(*key, step)
+            self._correlator.touch(*key, step)
 
     def _name(self, request: int) -> str:
         if not request:
             return ""
-        return self._request_ids.get(request, f"request {request:016x}")
+        known = self._request_ids.get(request)
+        return f"request {request:016x}" if known is None else known[0]
 
     def _last_good_step(self, finding: Finding) -> int:
         if not finding.request:
             return 0
-        seen = self._history.previous(finding.request, finding.generation, finding.step)
+        seen = self._history.previous(finding.request, finding.life, finding.step)
         return seen.step if seen is not None else 0
 
 
@@ -278,8 +308,8 @@ def _any_of(objections: list[tuple[RowCheck, Rows]]) -> Rows:
 def _diverged(
     window: InputsWindow, objections: list[tuple[RowCheck, Rows]]
 ) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """((request, generation), step, row) of every diverged row, in the order of steps."""
+    """((request, life), step, row) of every diverged row, in the order of steps."""
     block = window.blocks[-1]
     rows = np.flatnonzero(_any_of(objections))
-    keys = zip(block.request[rows].tolist(), block.generation[rows].tolist(), strict=True)
+    keys = zip(block.request[rows].tolist(), lives_of(block)[rows].tolist(), strict=True)
     return zip(keys, window.row_steps[rows].tolist(), rows.tolist(), strict=True)

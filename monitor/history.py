@@ -1,17 +1,27 @@
-"""A short memory of aligned evidence, for explaining what was found. Bounded in rows; never on the hot path."""
+"""A short memory of aligned evidence, for explaining what was found and for what spans two steps of a request.
+
+Windows are kept whole and looked at only to explain. What every row needs of its request's last step is kept as
+columns: `History.link` finds it for a whole window at once.
+"""
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewatch.agents.evidence import InputsBlock
-from stagewatch.monitor.windows import InputsWindow, PayloadWindow
+from stagewatch.agents.evidence import I64, InputsBlock
+from stagewatch.agents.record import U64
+from stagewatch.monitor.windows import InputsWindow, PayloadWindow, life_of, lives_of
 
 STEPS_KEPT: Final = 512
-"""Steps remembered. Must exceed the longest gap between two steps of a request that blame looks back over."""
-
+"""Steps remembered."""
+LOOK_BACK_STEPS: Final = 256
+"""How far back a row's last step is looked for; less than is kept, so that cutting evidence up changes nothing."""
+LINK_STEPS: Final = 64
+"""The same for rows linked in bulk: far more than pp_size, the usual distance."""
+UNKNOWN: Final = -1
 
 _SENT_COLUMNS: Final = ("num_sampled", "num_rejected", "tokens_digest", "draft_digest")
 
@@ -38,8 +48,108 @@ class Seen:
 
     @property
     def reference(self) -> InputsBlock:
-        """The last stage's first rank's block."""
+        """The last stage's last rank's block."""
         return self.window.blocks[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A window's rows beside their request's last step. Columns have one entry per linked row."""
+
+    row: I64
+    """Row of the window."""
+    step: I64
+    """Ordinal of the last step."""
+    tick: I64
+    computed: I64
+    """Count of computed tokens then; UNKNOWN where ranks differed."""
+    scheduled: I64
+    samples: NDArray[np.bool_]
+    """Whether the last step may have sampled."""
+    sampled: I64
+    """Tokens that the last stage sent of it; UNKNOWN where that is not on record or its TP ranks differ."""
+    rejected: I64
+    repeats: NDArray[np.bool_]
+    """Whether the last step yielded the same tokens as the one before it."""
+    complete: NDArray[np.bool_]
+    """Whether every step in between is on record, so that the last step seen is the last step run."""
+
+
+class _Rows:
+    """Columns over the rows of recent steps, in the order of steps."""
+
+    COLUMNS: Final = (
+        "key",
+        "step",
+        "tick",
+        "computed",
+        "scheduled",
+        "samples",
+        "sampled",
+        "rejected",
+        "digest",
+        "prior",
+    )
+
+    def __init__(self) -> None:
+        self.key: U64 = np.zeros(0, np.uint64)
+        self.step: I64 = np.zeros(0, np.int64)
+        self.tick: I64 = np.zeros(0, np.int64)
+        self.computed: I64 = np.zeros(0, np.int64)
+        self.scheduled: I64 = np.zeros(0, np.int64)
+        self.samples: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.sampled: I64 = np.zeros(0, np.int64)
+        self.rejected: I64 = np.zeros(0, np.int64)
+        self.digest: U64 = np.zeros(0, np.uint64)
+        self.prior: U64 = np.zeros(0, np.uint64)
+        """Of the request's step before."""
+
+    def add(self, window: InputsWindow) -> None:
+        block = window.blocks[-1]
+        rows = len(block.request)
+        unequal = window.differing("computed")
+        computed = block.computed.astype(np.int64)
+        unknown = np.full(rows, UNKNOWN, np.int64)
+        new = {
+            "key": keys_of(block),
+            "step": window.row_steps,
+            "tick": np.repeat(block.tick, block.rows),
+            "computed": computed if unequal is None else np.where(unequal, UNKNOWN, computed),
+            "scheduled": block.scheduled.astype(np.int64),
+            "samples": block.mirror.astype(np.int64) + block.scheduled >= block.prefill_len,
+            "sampled": unknown,
+            "rejected": unknown,
+            "digest": np.zeros(rows, np.uint64),
+            "prior": np.zeros(rows, np.uint64),
+        }
+        for name in self.COLUMNS:
+            setattr(self, name, np.concatenate([getattr(self, name), new[name]]))
+
+    def note_sent(self, window: PayloadWindow) -> None:
+        mine, theirs = np.isin(self.step, window.steps), np.isin(window.row_steps, self.step)
+        if not np.array_equal(self.step[mine], window.row_steps[theirs]):
+            return  # inputs and payload of a step differ in rows: nothing can be matched by place
+        agreed = np.ones(len(theirs), np.bool_)
+        for column in _SENT_COLUMNS:
+            unequal = window.differing(column)
+            if unequal is not None:
+                agreed &= ~unequal
+        block = window.blocks[0]
+        self.sampled[mine] = np.where(agreed, block.num_sampled, UNKNOWN)[theirs]
+        self.rejected[mine] = np.where(agreed, block.num_rejected, UNKNOWN)[theirs]
+        self.digest[mine] = block.tokens_digest[theirs]
+
+    def forget(self, upto: int) -> None:
+        first = int(np.searchsorted(self.step, upto, side="right"))
+        if first:
+            for name in self.COLUMNS:
+                setattr(self, name, getattr(self, name)[first:])
+
+
+def keys_of(block: InputsBlock) -> U64:
+    """One number per row for (request, life)."""
+    keys: U64 = block.request ^ (lives_of(block).view(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return keys
 
 
 class History:
@@ -48,20 +158,58 @@ class History:
     def __init__(self) -> None:
         self._inputs: deque[InputsWindow] = deque()
         self._sent: deque[PayloadWindow] = deque()
-        self._steps = 0
+        self._rows = _Rows()
+        self._links: Links | None = None
 
     def remember(self, inputs: InputsWindow | None, sent: PayloadWindow | None) -> None:
-        """Add a chunk's windows."""
+        """Add a chunk's windows, before they are judged."""
+        before = len(self._rows.step)
         if inputs is not None:
             self._inputs.append(inputs)
-            self._steps += len(inputs.steps)
-            while len(self._inputs) > 1 and self._steps - len(self._inputs[0].steps) >= STEPS_KEPT:
-                self._steps -= len(self._inputs.popleft().steps)
+            self._rows.add(inputs)
         if sent is not None:
             self._sent.append(sent)
-            oldest = self._inputs[0].steps[0] if self._inputs else 0
-            while len(self._sent) > 1 and self._sent[0].steps[-1] < oldest:
-                self._sent.popleft()
+            self._rows.note_sent(sent)
+        self._links = None if inputs is None else self._link(before)
+
+    def forget(self) -> None:
+        """Drop what is too old, once a chunk was judged."""
+        newest = int(self._inputs[-1].steps[-1]) if self._inputs else 0
+        self._rows.forget(newest - LINK_STEPS)
+        while len(self._inputs) > 1 and self._inputs[0].steps[-1] <= newest - STEPS_KEPT:
+            self._inputs.popleft()
+        while len(self._sent) > 1 and self._sent[0].steps[-1] <= newest - STEPS_KEPT:
+            self._sent.popleft()
+
+    @property
+    def links(self) -> Links | None:
+        """The present chunk's inputs, row by row beside their request's last step; None without inputs."""
+        return self._links
+
+    def _link(self, first: int) -> Links:
+        rows = self._rows
+        order = np.argsort(rows.key, kind="stable")
+        keys = rows.key[order]
+        same = keys[1:] == keys[:-1]
+        before, after = order[:-1][same], order[1:][same]
+        new = after >= first
+        near = rows.step[after] - rows.step[before] <= LINK_STEPS
+        before, after = before[new & near], after[new & near]
+        rows.prior[after] = rows.digest[before]
+        steps = np.unique(rows.step)
+        apart = np.searchsorted(steps, rows.step[after]) - np.searchsorted(steps, rows.step[before])
+        return Links(
+            row=after - first,
+            step=rows.step[before],
+            tick=rows.tick[before],
+            computed=rows.computed[before],
+            scheduled=rows.scheduled[before],
+            samples=rows.samples[before],
+            sampled=rows.sampled[before],
+            rejected=rows.rejected[before],
+            repeats=(rows.digest[before] == rows.prior[before]) & (rows.sampled[before] > 0),
+            complete=apart == rows.step[after] - rows.step[before],
+        )
 
     def row_at(self, step: int, row_in_step: int) -> Seen | None:
         """The row at a position of a step's batch."""
@@ -71,26 +219,43 @@ class History:
                 continue
             at = int(np.searchsorted(steps, step))
             if at < len(steps) and steps[at] == step and row_in_step < window.blocks[0].rows[at]:
-                return Seen(window, int(window.blocks[0].rows[:at].sum()) + row_in_step, step)
+                return Seen(window, int(window.starts[at]) + row_in_step, step)
             return None
         return None
 
-    def previous(self, request: int, generation: int, before: int) -> Seen | None:
-        """The newest row of a (request, generation) at a step below ``before``."""
+    def previous(self, request: int, life: int, before: int) -> Seen | None:
+        """The newest row of a (request, life) at a step below ``before``."""
+        return self._newest(request, life, before)
+
+    def life(self, request: int, upto: int) -> int | None:
+        """A request's life at its newest step up to ``upto``; None if unknown."""
+        seen = self._newest(request, None, upto + 1)
+        return None if seen is None else life_of(seen.reference, seen.row)
+
+    def _newest(self, request: int, life: int | None, before: int) -> Seen | None:
         for window in reversed(self._inputs):
             if window.steps[0] >= before:
                 continue
+            if window.steps[-1] < before - LOOK_BACK_STEPS:
+                return None
             block = window.blocks[-1]
-            rows = np.flatnonzero((block.request == np.uint64(request)) & (block.generation == generation))
-            for row in rows[::-1]:
-                step = int(window.steps[window.locate(int(row))[0]])
-                if step < before:
-                    return Seen(window, int(row), step)
+            end = int(window.starts[np.searchsorted(window.steps, before)])
+            found = block.request[:end] == np.uint64(request)
+            if life is not None:
+                found &= lives_of(block)[:end] == life
+            rows = np.flatnonzero(found)
+            if len(rows):
+                row = int(rows[-1])
+                step = int(window.steps[window.locate(row)[0]])
+                return Seen(window, row, step) if step >= before - LOOK_BACK_STEPS else None
         return None
 
     def complete(self, first: int, last: int) -> bool:
         """Whether every step from ``first`` to ``last`` is remembered."""
-        present = sum(int(((w.steps >= first) & (w.steps <= last)).sum()) for w in self._inputs)
+        present = 0
+        for window in self._inputs:
+            a, b = np.searchsorted(window.steps, [first, last + 1])
+            present += int(b - a)
         return present == last - first + 1
 
     def sent(self, step: int, request: int) -> SentRow | None:
@@ -100,7 +265,7 @@ class History:
             at = int(np.searchsorted(block.step, step))
             if at == len(block.step) or block.step[at] != step:
                 continue
-            start = int(block.rows[:at].sum())
+            start = int(window.starts[at])
             rows = np.flatnonzero(block.request[start : start + int(block.rows[at])] == np.uint64(request))
             if not len(rows):
                 return None

@@ -48,3 +48,12 @@ class EngineState:
     worst: Severity | None
     wedged: str
     """Empty, or why the engine is considered stuck."""
+    drafts_accepted: int = 0
+    """Draft tokens that the last stage accepted. Context, never a verdict: acceptance collapses without divergence
+    and looks normal with it."""
+    drafts_rejected: int = 0
+    rows_sampled: int = 0
+    rows_repeated: int = 0
+    """Sampled rows that repeat, token for token, what their request's last step yielded. A symptom, no verdict."""
+    late_rows: int = 0
+    """Rows that came twice, or after their step had its verdict; they were left out."""

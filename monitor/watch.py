@@ -7,6 +7,7 @@ from typing import Final
 
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
+from stagewatch.monitor.checks.stall import across_replicas
 from stagewatch.monitor.engine import Engine
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.states import Change, EngineState, RankState
@@ -14,6 +15,8 @@ from stagewatch.monitor.windows import Group
 
 SILENT_AFTER_S: Final = 30.0
 """A rank not heard of for so long, while others are, is no longer waited for."""
+ENGINES_MAX: Final = 1024
+"""Groups of ranks watched; every restart of an engine is a new one. Past it the longest silent is forgotten."""
 
 __all__ = ["Change", "EngineState", "RankState", "Watch"]
 
@@ -32,6 +35,8 @@ class Watch:
         if key not in self._engines:
             group = Group(identity.deployment, identity.instance, rank.dp, identity.sizes)
             self._engines[key] = Engine(group)
+            while len(self._engines) > ENGINES_MAX:
+                self._engines.pop(min(self._engines, key=lambda key: self._engines[key].heard_ns))
         self._engines[key].hello(identity, now_ns)
 
     def take(
@@ -51,7 +56,20 @@ class Watch:
             if absent:
                 changes += engine.give_up(absent, now_ns)
             changes += engine.look(now_ns)
+        for replicas in self._replicas():
+            owing = dict(across_replicas([engine.progress(now_ns) for engine in replicas]))
+            why = next((finding.text for finding in owing.values()), "")
+            for place, engine in enumerate(replicas):
+                if owing:
+                    changes += engine.wedge(owing.get(place), why, now_ns)
         return changes
+
+    def _replicas(self) -> list[list[Engine]]:
+        """Engines that are data-parallel replicas of one another, by instance."""
+        by_instance: dict[str, list[Engine]] = {}
+        for (instance, _), engine in sorted(self._engines.items()):
+            by_instance.setdefault(instance, []).append(engine)
+        return [replicas for replicas in by_instance.values() if len(replicas) > 1]
 
     def finish(self, now_ns: int = 0) -> list[Change]:
         """The evidence has ended (a replay): judge what is left without waiting for anybody."""

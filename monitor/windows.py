@@ -6,6 +6,7 @@ rank order, so a row's index is the same in all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from stagewatch.agents.identity import Rank, Sizes
 B = TypeVar("B", InputsBlock, MaskBlock, PayloadBlock)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """The ranks that execute the same batches: all stages and TP ranks of one data-parallel replica."""
 
@@ -26,7 +27,7 @@ class Group:
     dp: int
     sizes: Sizes
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank of the group, first stage first."""
         return tuple(Rank(self.dp, pp, tp) for pp in range(self.sizes.pp) for tp in range(self.sizes.tp))
@@ -39,14 +40,14 @@ class Group:
         """Engine-wide numbers of several ranks."""
         return tuple(self.number(int(index)) for index in indices)
 
-    @property
+    @cached_property
     def last_stage(self) -> range:
         """Indices of the last stage's ranks: those that sample."""
         count = self.sizes.pp * self.sizes.tp
         return range(count - self.sizes.tp, count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Window(Generic[B]):
     """Blocks of one kind over the same steps; ``indices[i]`` is the rank index of ``blocks[i]``."""
 
@@ -59,10 +60,17 @@ class Window(Generic[B]):
         """Ordinals, ascending: int64 [steps]."""
         return self.blocks[0].step
 
-    @property
+    @cached_property
     def row_steps(self) -> I64:
         """The ordinal of each row's step: int64 [rows]."""
         return np.repeat(self.blocks[0].step, self.blocks[0].rows)
+
+    @cached_property
+    def starts(self) -> I64:
+        """Where each step's rows begin, and where the last one's end: int64 [steps + 1]."""
+        starts = np.zeros(len(self.blocks[0].rows) + 1, np.int64)
+        np.cumsum(self.blocks[0].rows, out=starts[1:])
+        return starts
 
     def differing(self, column: str) -> NDArray[np.bool_] | None:
         """Rows in which some rank's value differs from another's: bool [rows], or None where all agree."""
@@ -81,14 +89,27 @@ class Window(Generic[B]):
 
     def locate(self, row: int) -> tuple[int, int]:
         """(index of the step, index of the row within it) of a row of the window."""
-        ends = np.cumsum(self.blocks[0].rows)
-        at = int(np.searchsorted(ends, row, side="right"))
-        return at, row - int(ends[at] - self.blocks[0].rows[at])
+        at = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return at, row - int(self.starts[at])
 
 
 InputsWindow = Window[InputsBlock]
 MaskWindow = Window[MaskBlock]
 PayloadWindow = Window[PayloadBlock]
+
+
+def lives_of(block: InputsBlock | PayloadBlock) -> I64:
+    """Each row's life: slot and generation in one number. int64 [rows].
+
+    Taken from the last stage's last rank, a life tells a request before a preemption from the same one after
+    it, whatever slots other ranks use. The generation alone does not: another slot may be at the same one.
+    """
+    return (block.slot.astype(np.int64) << 32) | block.generation.astype(np.int64)
+
+
+def life_of(block: InputsBlock | PayloadBlock, row: int) -> int:
+    """The life of one row."""
+    return int(block.slot[row]) << 32 | int(block.generation[row])
 
 
 def raw_tokens(block: InputsBlock, row: int, column: str) -> str | None:

@@ -13,9 +13,11 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.evidence import EventBlock, InputsBlock
+from stagewatch.agents.evidence import InputsBlock, PayloadBlock
+from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
+from stagewatch.monitor.lanes import Binds
 from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, PayloadWindow
 
 
@@ -27,6 +29,7 @@ class Phase(enum.IntEnum):
     MASK = 2
     SENT = 3
     RECEIVED = 4
+    CALLS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Finding:
     remedy: str
     request: int = 0
     """Request key; 0 where it concerns the whole engine."""
-    generation: int = 0
+    life: int = 0
+    """Which of a request's lives it concerns (see `windows.life_of`): a preempted request comes back as another."""
     row: int = 0
     """Position among the findings of one check and step; only orders them."""
     ranks: tuple[int, ...] = ()
@@ -50,6 +54,10 @@ class Finding:
     fields: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     t_ns: int = 0
+    covers: tuple[tuple[int, int], ...] = ()
+    """Further (request, life) whose findings from this step on follow from this one."""
+    of_step: bool = True
+    """Whether it tells of something that happened in the step, and so shares a cause with others of that step."""
     absolves: bool = False
     """The cause lies with no rank that is found wrong later, or nobody can tell: the incident blames no one else."""
 
@@ -65,20 +73,31 @@ class Unaligned:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Everything of a group that became comparable at once. Steps ascend from chunk to chunk."""
+    """Everything of a group that became comparable at once. What it holds ascends from chunk to chunk."""
 
     inputs: InputsWindow | None = None
     mask: MaskWindow | None = None
+    """Of steps alone at which all ranks ran the same batch; so are `sent` and `received`."""
     sent: PayloadWindow | None = None
-    received: PayloadWindow | None = None
-    consumed: PayloadWindow | None = None
+    received: tuple[tuple[int, PayloadBlock], ...] = ()
+    """(rank index, what it received); early stages only."""
+    consumed: tuple[tuple[int, PayloadBlock], ...] = ()
     unaligned: tuple[Unaligned, ...] = ()
-    complete_to: int = 0
-    """Every rank has left the steps below this one behind, so all they record of them is here."""
-    incomplete_to: int = 0
-    """Records of steps up to this one may be missing on some rank, because its ring was overrun."""
-    events: tuple[tuple[int, EventBlock], ...] = field(default=())
-    """(rank index, block) of events that arrived since the last chunk."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """First and last step of stretches that some rank's records do not cover, because its ring was overrun."""
+    calls: tuple[Calls, ...] = ()
+    """Per rank, the calls of steps that every rank has left behind."""
+    left: tuple[int, ...] = ()
+    """Per rank, the newest step that it has left behind: it will enter no more calls of it."""
+    ahead: tuple[Calls, ...] = ()
+    """Per rank, calls of later steps so far. They come again, in ``calls``."""
+    names: Names = field(default_factory=Names)
+    binds: tuple[tuple[int, Binds], ...] = ()
+    """(rank index, slots given to requests since the last chunk)."""
+
+    def whole(self, step: int) -> bool:
+        """Whether no rank lost records of a step."""
+        return not any(first <= step <= last for first, last in self.gaps)
 
 
 class RowCheck(Protocol):
@@ -86,6 +105,7 @@ class RowCheck(Protocol):
 
     NAME: ClassVar[str]
     COMPARES: ClassVar[str]
+    SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]
     REMEDY: ClassVar[str]
 
@@ -103,6 +123,7 @@ class ChunkCheck(Protocol):
 
     NAME: ClassVar[str]
     COMPARES: ClassVar[str]
+    SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]
     REMEDY: ClassVar[str]
 

@@ -1,13 +1,13 @@
 """I9: the batch itself. Every rank must execute the same requests in the same order with the same counts."""
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
+from stagewatch.monitor.blame import outvoted
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase, Unaligned
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import Group
+from stagewatch.monitor.windows import Group, lives_of
 
 
 class BatchDisagreement:
@@ -17,6 +17,7 @@ class BatchDisagreement:
     COMPARES: ClassVar = (
         "ordered requests, scheduled counts and draft counts of every step, between all ranks"
     )
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "none: all ranks get the same scheduler output"
     REMEDY: ClassVar = (
         "Ranks execute different batches: one admitted, timed out or matched its cache differently. Restart the "
@@ -30,12 +31,8 @@ class BatchDisagreement:
                 tuple(zip(b.request.tolist(), b.scheduled.tolist(), b.draft_count.tolist(), strict=True))
                 for b in each.blocks
             ]
-            common, count = Counter(rows).most_common(1)[0]
-            wrong: tuple[int, ...] = ()
-            if count * 2 > len(rows) > 2:
-                wrong = group.numbers(
-                    [i for i, mine in zip(each.indices, rows, strict=True) if mine != common]
-                )
+            wrong = outvoted(group, each.indices, rows)
+            reference = each.blocks[-1]
             yield Finding(
                 check=self.NAME,
                 severity=Severity.CRITICAL,
@@ -55,6 +52,8 @@ class BatchDisagreement:
                     for index, block in zip(each.indices, each.blocks, strict=True)
                 ),
                 t_ns=min(int(block.t_ns[0]) for block in each.blocks),
+                # What is broadcast of this step lands in other requests' rows.
+                covers=tuple(zip(reference.request.tolist(), lives_of(reference).tolist(), strict=True)),
             )
 
 

@@ -17,6 +17,7 @@ class Configuration:
     COMPARES: ClassVar = (
         "engine version, broadcast variant, K, vocabulary, model length and each rank's fingerprints"
     )
+    SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "settings that a rank does not report"
     REMEDY: ClassVar = (
         "Start all ranks from one image with one set of flags and environment variables, and compare the named "
@@ -44,6 +45,7 @@ class Configuration:
                 phase=Phase.INPUTS,
                 text=f"{name} differs between ranks",
                 remedy=self.REMEDY,
+                of_step=False,
                 row=place,
                 ranks=blamed or progress.group.numbers(sorted(by_index)),
                 blamed=blamed,

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import DRAFTS_ALL_ZERO
 from stagewatch.monitor.checks.base import Finding
-from stagewatch.monitor.checks.fields import difference, previous_broadcast
+from stagewatch.monitor.checks.fields import difference, previous_broadcast, sampled_before
 from stagewatch.monitor.history import History
 from stagewatch.monitor.windows import InputsWindow
 
@@ -17,6 +17,7 @@ class DraftBlock:
 
     NAME: ClassVar = "draft-block"
     COMPARES: ClassVar = "the draft tokens that a step uses, between all ranks"
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "columns beyond the row's draft count: they are padding, and no step uses them"
     REMEDY: ClassVar = (
         "The blamed rank verifies drafts that the last stage never proposed, so accepted tokens and KV are wrong. "
@@ -51,6 +52,6 @@ class DraftBlock:
             row,
             (("draft_tokens", "draft_digest"),),
             expected=expected,
-            sampled=True,
+            sampled=sampled_before(window, row, history),
             text=text,
         )

@@ -1,7 +1,7 @@
 """I2: rows that the mask drops although they may have sampled. The founding fault (vLLM PR 54436).
 
 Excluded is not yet harmed: a row dropped at its very last step never runs again. So this check only
-notices, warns when the same (request, generation) is scheduled again, and leaves it to the checks of
+notices, warns when the same life of the request is scheduled again, and leaves it to the checks of
 state to call it critical.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History, Seen
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow
+from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, life_of
 
 REMEMBERED_MAX: Final = 65_536
 """Excluded rows waited for; far more than an engine has slots, since most never run again."""
@@ -24,7 +24,7 @@ REMEMBERED_MAX: Final = 65_536
 @dataclass(frozen=True, slots=True)
 class _Excluded:
     step: int
-    generation: int
+    life: int
     warned: bool
 
 
@@ -33,6 +33,9 @@ class ExcludedRow:
 
     NAME: ClassVar = "excluded-row"
     COMPARES: ClassVar = "the engine's mask with the fixed mask, and what is scheduled after"
+    SEVERITY: ClassVar = (
+        "notice when dropped; warning when scheduled again; critical when its state then differs"
+    )
     EXCEPTIONS: ClassVar = (
         "prefill chunks that are not the last; a final chunk whose token reaches the cap (0.31 and later)"
     )
@@ -55,10 +58,10 @@ class ExcludedRow:
                 findings += self._scheduled_again(chunk.inputs, inputs_from, until)
                 inputs_from = max(inputs_from, until)
             known = self._excluded.get(finding.request)
-            if known is None or known.generation != finding.generation:
+            if known is None or known.life != finding.life:
                 findings.append(finding)
-            warned = known is not None and known.generation == finding.generation and known.warned
-            self._excluded[finding.request] = _Excluded(finding.step, finding.generation, warned)
+            warned = known is not None and known.life == finding.life and known.warned
+            self._excluded[finding.request] = _Excluded(finding.step, finding.life, warned)
             if len(self._excluded) > REMEMBERED_MAX:
                 self._excluded.popitem(last=False)
         if chunk.inputs is not None:
@@ -98,7 +101,7 @@ class ExcludedRow:
                     ),
                     remedy=self.REMEDY,
                     request=int(block.request[i]),
-                    generation=int(block.generation[i]),
+                    life=life_of(block, i),
                     row=in_step,
                     ranks=window.group.numbers(indices),
                     fields=("need_sampled_mask",),
@@ -122,9 +125,9 @@ class ExcludedRow:
             excluded = self._excluded[request]
             at, in_step = window.locate(row)
             step = int(window.steps[at])
-            if step <= excluded.step or block.generation[row] != excluded.generation or excluded.warned:
+            if step <= excluded.step or life_of(block, row) != excluded.life or excluded.warned:
                 continue
-            self._excluded[request] = _Excluded(excluded.step, excluded.generation, True)
+            self._excluded[request] = _Excluded(excluded.step, excluded.life, True)
             findings.append(
                 Finding(
                     check=self.NAME,
@@ -134,7 +137,7 @@ class ExcludedRow:
                     text=f"scheduled again without the tokens of step {excluded.step}",
                     remedy=self.REMEDY,
                     request=request,
-                    generation=excluded.generation,
+                    life=excluded.life,
                     row=in_step,
                     ranks=window.group.numbers(
                         [i for i in window.indices if i not in window.group.last_stage]

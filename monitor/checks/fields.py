@@ -7,19 +7,26 @@ from stagewatch.monitor.blame import blame
 from stagewatch.monitor.checks.base import Finding, Phase
 from stagewatch.monitor.history import History, Seen, SentRow
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import InputsWindow, raw_tokens
+from stagewatch.monitor.windows import InputsWindow, life_of, raw_tokens
 
 
 def previous_broadcast(window: InputsWindow, row: int, history: History) -> tuple[Seen, SentRow] | None:
     """The row's previous step and what the last stage sent then, where both are known."""
     block = window.blocks[-1]
     step = int(window.steps[window.locate(row)[0]])
-    request, generation = int(block.request[row]), int(block.generation[row])
-    seen = history.previous(request, generation, step)
+    request = int(block.request[row])
+    seen = history.previous(request, life_of(block, row), step)
     if seen is None or not history.complete(seen.step, step):
         return None  # a step in between is unknown: what was sent at it would be the row's last broadcast
     sent = history.sent(seen.step, request)
     return (seen, sent) if sent is not None and sent.num_sampled > 0 else None
+
+
+def sampled_before(window: InputsWindow, row: int, history: History) -> bool:
+    """Whether the last stage has sampled for the row's request already: else its tokens come from elsewhere."""
+    block = window.blocks[-1]
+    step = int(window.steps[window.locate(row)[0]])
+    return history.previous(int(block.request[row]), life_of(block, row), step) is not None
 
 
 def difference(
@@ -31,6 +38,7 @@ def difference(
     *,
     expected: int | None,
     sampled: bool,
+    relayed: bool = False,
     text: str,
 ) -> Finding:
     """A critical finding on one row. ``fields`` are (name for people, column); the first decides blame."""
@@ -40,7 +48,9 @@ def difference(
         (name, column) for name, column in fields if len(set(window.values(column, row).tolist())) > 1
     ]
     decisive = [int(value) for value in window.values(differing[0][1], row)]
-    blamed = blame(window.group, window.indices, decisive, expected=expected, sampled=sampled)
+    blamed = blame(
+        window.group, window.indices, decisive, expected=expected, sampled=sampled, relayed=relayed
+    )
     return Finding(
         check=check,
         severity=Severity.CRITICAL,
@@ -49,7 +59,7 @@ def difference(
         text=text,
         remedy=remedy,
         request=int(block.request[row]),
-        generation=int(block.generation[row]),
+        life=life_of(block, row),
         row=row,
         ranks=blamed or window.group.numbers(window.indices),
         blamed=blamed,

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.monitor.checks.base import Finding
-from stagewatch.monitor.checks.fields import difference, previous_broadcast
+from stagewatch.monitor.checks.fields import difference, previous_broadcast, sampled_before
 from stagewatch.monitor.history import History
 from stagewatch.monitor.windows import InputsWindow
 
@@ -16,6 +16,7 @@ class LastSampled:
 
     NAME: ClassVar = "last-sampled-token"
     COMPARES: ClassVar = "the last sampled token of every decoding row, between all ranks"
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
         "prefilling rows: their slot may still hold its former owner's token, which no step uses"
     )
@@ -39,6 +40,6 @@ class LastSampled:
             row,
             (("last_sampled_tokens", "last_digest"),),
             expected=broadcast[1].last_digest if broadcast else None,
-            sampled=True,
+            sampled=sampled_before(window, row, history),
             text="ranks hold different last sampled tokens",
         )

@@ -1,12 +1,12 @@
 """What checks of liveness look at: how far each rank has come, and when it was last heard of."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from stagewatch.agents.identity import Identity
+from stagewatch.monitor.calls import Entry
 from stagewatch.monitor.checks.base import Finding
-from stagewatch.monitor.checks.collective_order import Entry
 from stagewatch.monitor.windows import Group
 
 
@@ -25,7 +25,18 @@ class RankProgress:
     moved_ns: int
     """Wall clock of the last frame that showed progress: a step or a collective."""
     calls: tuple[Entry, ...]
-    """Collectives of the newest step that has any, in order."""
+    """Calls of the newest steps, in order; `STEPS_OF_CALLS` steps of them."""
+    before: Mapping[tuple[str, str], frozenset[tuple[str, str]]]
+    """For each (group, operation): those that came before it in every earlier step of this rank."""
+    shared_calls: int
+    """Calls entered so far that data-parallel replicas share."""
+    last_shared: Entry | None
+    lossy: bool
+    """Whether records of its newest steps were lost, so that calls may be missing here."""
+
+    def always_before(self, kind: tuple[str, str]) -> frozenset[tuple[str, str]]:
+        """Calls, as (group, operation), that never came after ``kind`` in a step with both."""
+        return self.before.get(kind, frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,7 @@ class LivenessCheck(Protocol):
 
     NAME: ClassVar[str]
     COMPARES: ClassVar[str]
+    SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]
     REMEDY: ClassVar[str]
 

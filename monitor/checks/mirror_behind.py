@@ -8,7 +8,7 @@ import numpy as np
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import Group
+from stagewatch.monitor.windows import Group, life_of
 
 
 class MirrorBehind:
@@ -16,6 +16,7 @@ class MirrorBehind:
 
     NAME: ClassVar = "mirror-behind"
     COMPARES: ClassVar = "the host's mirror of num_computed with the device's count, on each rank by itself"
+    SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "the mirror's lead, up to the drafts in flight"
     REMEDY: ClassVar = (
         "The blamed rank counts tokens that the scheduler knows were rejected, and writes KV at wrong positions. "
@@ -27,6 +28,7 @@ class MirrorBehind:
         window = chunk.inputs
         if window is None:
             return
+        reference = window.blocks[-1]
         for index, block in zip(window.indices, window.blocks, strict=True):
             for row in np.flatnonzero(block.mirror < block.computed).tolist():
                 at, in_step = window.locate(row)
@@ -39,8 +41,8 @@ class MirrorBehind:
                     text=f"rank {rank}'s device count {int(block.computed[row])} overtook its mirror "
                     f"{int(block.mirror[row])}",
                     remedy=self.REMEDY,
-                    request=int(block.request[row]),
-                    generation=int(block.generation[row]),
+                    request=int(reference.request[row]),
+                    life=life_of(reference, row),
                     row=in_step,
                     ranks=(rank,),
                     blamed=(rank,),

@@ -19,6 +19,7 @@ class PathChoice:
 
     NAME: ClassVar = "path-choice"
     COMPARES: ClassVar = "graph mode and padded size between TP peers; planned draft tokens between all ranks"
+    SEVERITY: ClassVar = "warning; critical when the engine then stands still"
     EXCEPTIONS: ClassVar = "graph mode and padding of different stages; choices that the adapter does not see"
     REMEDY: ClassVar = (
         "Ranks take different paths through the step and will wait for each other in different collectives. Look for "

@@ -1,5 +1,6 @@
 """I15: what the last stage sent, what a rank received, and what it consumed pp_size steps later."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 
@@ -10,7 +11,7 @@ from stagewatch.agents.evidence import I64, PayloadBlock, join, slice_steps
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import STEPS_KEPT, History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import Group, PayloadWindow
+from stagewatch.monitor.windows import Group, life_of
 
 FIELDS: Final = (
     ("num_sampled", "num_sampled"),
@@ -27,6 +28,7 @@ class PayloadMismatch:
     COMPARES: ClassVar = (
         "counts, defined tokens and draft blocks of a broadcast when sent, received and consumed"
     )
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
         "token columns beyond num_sampled, which are uninitialised memory; rows outside the mask; rows whose slot "
         "was freed before consumption"
@@ -37,27 +39,41 @@ class PayloadMismatch:
     )
 
     def __init__(self) -> None:
-        self._received: dict[int, PayloadBlock] = {}
+        self._received: dict[int, deque[PayloadBlock]] = {}
+        """Per rank, what was received in recent steps."""
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Sent against received, then received against consumed."""
-        if chunk.sent is not None and chunk.received is not None:
-            yield from self._received_differs(chunk.sent, chunk.received)
-        if chunk.received is not None:
-            for index, block in zip(chunk.received.indices, chunk.received.blocks, strict=True):
-                self._received[index] = _recent(self._received.get(index), block)
-        if chunk.consumed is not None:
-            for index, block in zip(chunk.consumed.indices, chunk.consumed.blocks, strict=True):
-                if index in self._received:
-                    yield from self._differs(
-                        group, index, self._received[index], block, "received", "consumed", Phase.CONSUMED
-                    )
+        for index, block in chunk.received:
+            self._received.setdefault(index, deque()).append(block)
+            if chunk.sent is not None:
+                peer = chunk.sent.blocks[index % group.sizes.tp]
+                yield from self._differs(
+                    group, index, peer, block, "sent", "received", Phase.RECEIVED, history
+                )
+        for index, block in chunk.consumed:
+            before = self._waiting(index, block)
+            if before is not None:
+                yield from self._differs(
+                    group, index, before, block, "received", "consumed", Phase.CONSUMED, history
+                )
+        for waiting in self._received.values():
+            # What nobody consumed by now, nobody will: some adapters do not see consumption.
+            while len(waiting) > 1 and waiting[0].step[-1] <= waiting[-1].step[-1] - STEPS_KEPT:
+                waiting.popleft()
 
-    def _received_differs(self, sent: PayloadWindow, received: PayloadWindow) -> Iterator[Finding]:
-        tp = sent.group.sizes.tp
-        for index, block in zip(received.indices, received.blocks, strict=True):
-            peer = sent.blocks[index % tp]
-            yield from self._differs(sent.group, index, peer, block, "sent", "received", Phase.RECEIVED)
+    def _waiting(self, index: int, consumed: PayloadBlock) -> PayloadBlock | None:
+        """What the rank received of the steps consumed now."""
+        waiting = self._received.get(index)
+        if not waiting:
+            return None
+        first, last = int(consumed.step[0]), int(consumed.step[-1])
+        parts = [
+            slice_steps(block, *(int(i) for i in np.searchsorted(block.step, [first, last + 1])))
+            for block in waiting
+            if block.step[-1] >= first and block.step[0] <= last
+        ]
+        return join(parts) if parts else None
 
     def _differs(
         self,
@@ -68,6 +84,7 @@ class PayloadMismatch:
         was: str,
         now: str,
         phase: Phase,
+        history: History,
     ) -> Iterator[Finding]:
         before, after = _same_rows(before, after)
         if not len(after.request):
@@ -76,22 +93,25 @@ class PayloadMismatch:
         relayed = np.repeat((before.drafts > 0) & (before.drafts == after.drafts), after.rows)
         unequal["draft_tokens"] &= relayed
         bad = np.logical_or.reduce([*unequal.values()]) & (before.applied != 0) & (after.applied != 0)
+        if not bad.any():
+            return
         ends = np.cumsum(after.rows)
         for row in np.flatnonzero(bad):
             at = int(np.searchsorted(ends, row, side="right"))
             names = tuple(name for name, _ in FIELDS if unequal[name][row])
-            rank = group.number(index)
+            rank, request, step = group.number(index), int(after.request[row]), int(after.step[at])
+            life = history.life(request, step)
             yield Finding(
                 check=self.NAME,
                 severity=Severity.CRITICAL,
-                step=int(after.at[at]) if phase is Phase.CONSUMED else int(after.step[at]),
+                step=int(after.at[at]) if phase is Phase.CONSUMED else step,
                 phase=phase,
                 text=f"rank {rank} {now} something else than it {'received' if was == 'received' else 'was sent'} "
-                f"at step {int(after.step[at])}",
+                f"at step {step}",
                 remedy=self.REMEDY,
-                request=int(after.request[row]),
-                generation=int(after.generation[row]),
-                row=int(row),
+                request=request,
+                life=life_of(after, int(row)) if life is None else life,
+                row=int(row - ends[at] + after.rows[at]),
                 ranks=(rank,),
                 blamed=(rank,),
                 fields=names,
@@ -103,13 +123,6 @@ class PayloadMismatch:
                 ),
                 t_ns=int(after.t_ns[at]),
             )
-
-
-def _recent(known: PayloadBlock | None, block: PayloadBlock) -> PayloadBlock:
-    """``block`` after what is known already, without what no consumer can be waiting for any more."""
-    joined = block if known is None else join([known, block])
-    surplus = len(joined.step) - max(STEPS_KEPT, len(block.step))
-    return slice_steps(joined, surplus, len(joined.step)) if surplus > STEPS_KEPT else joined
 
 
 def _same_rows(before: PayloadBlock, after: PayloadBlock) -> tuple[PayloadBlock, PayloadBlock]:

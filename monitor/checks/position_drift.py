@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.monitor.checks.base import Finding
-from stagewatch.monitor.checks.fields import difference, previous_broadcast
+from stagewatch.monitor.checks.fields import difference, previous_broadcast, sampled_before
 from stagewatch.monitor.history import History
 from stagewatch.monitor.windows import InputsWindow
 
@@ -18,6 +18,7 @@ class PositionDrift:
     COMPARES: ClassVar = (
         "num_computed of every row, the device's and the host's mirror, each between all ranks"
     )
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
         "a mirror that leads its device's count: it runs ahead by design while drafts are in flight"
     )
@@ -33,14 +34,15 @@ class PositionDrift:
 
     def explain(self, window: InputsWindow, row: int, history: History) -> Finding:
         """Blame whoever's count does not follow from its last step and the last stage's broadcast."""
-        broadcast = previous_broadcast(window, row, history)
+        device = set(window.values("computed", row).tolist())
+        # The host's mirror runs ahead of what follows from the broadcast, so only the device's count is held to it.
+        broadcast = previous_broadcast(window, row, history) if len(device) > 1 else None
         expected = None
         if broadcast:
             seen, sent = broadcast
             before = set(seen.window.values("computed", seen.row).tolist())
             if len(before) == 1:
                 expected = int(before.pop()) + int(seen.reference.scheduled[seen.row]) - sent.num_rejected
-        device = set(window.values("computed", row).tolist())
         where = "device" if len(device) > 1 else "host"
         values = device if len(device) > 1 else set(window.values("mirror", row).tolist())
         drift = max(values) - min(values)
@@ -52,5 +54,6 @@ class PositionDrift:
             (("num_computed", "computed"), ("num_computed_mirror", "mirror")),
             expected=expected,
             sampled=False,
+            relayed=len(device) > 1 and sampled_before(window, row, history),
             text=f"{where} counts of computed tokens drift apart by {drift}",
         )

@@ -15,6 +15,7 @@ class RankSilent:
 
     NAME: ClassVar = "rank-silent"
     COMPARES: ClassVar = "when each rank was last heard of with when any was"
+    SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = (
         "an engine all of whose ranks are silent: it was stopped, or its sidecars cannot reach us"
     )
@@ -39,6 +40,7 @@ class RankSilent:
                 phase=Phase.INPUTS,
                 text=f"rank {number} is silent since step {rank.newest_step}",
                 remedy=self.REMEDY,
+                of_step=False,
                 row=rank.index,
                 ranks=(number,),
                 fields=("heard",),

@@ -16,6 +16,7 @@ class RankUnarmed:
 
     NAME: ClassVar = "rank-unarmed"
     COMPARES: ClassVar = "ranks heard of with the engine's parallel sizes, and each one's own word"
+    SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "the first minute after an engine's first rank was heard of"
     REMEDY: ClassVar = (
         "Set STAGEWATCH_RING_DIR for every worker and run a sidecar on every node; `stagewatch-agent doctor` says why "
@@ -40,6 +41,7 @@ class RankUnarmed:
                 phase=Phase.INPUTS,
                 text=text,
                 remedy=self.REMEDY,
+                of_step=False,
                 row=rank.index,
                 ranks=(number,),
                 fields=("armed",),

@@ -7,6 +7,7 @@ from stagewatch.monitor.checks.batch_disagreement import BatchDisagreement
 from stagewatch.monitor.checks.cadence import Cadence
 from stagewatch.monitor.checks.collective_order import CollectiveOrder
 from stagewatch.monitor.checks.configuration import Configuration
+from stagewatch.monitor.checks.count_continuity import CountContinuity
 from stagewatch.monitor.checks.draft_block import DraftBlock
 from stagewatch.monitor.checks.excluded_row import ExcludedRow
 from stagewatch.monitor.checks.input_divergence import InputDivergence
@@ -36,7 +37,7 @@ CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (
     ExcludedRow,
 )
 ROW_CHECKS: Final[tuple[type[RowCheck], ...]] = (DraftBlock, LastSampled, PositionDrift, InputDivergence)
-SYMPTOM_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (MirrorBehind, ValueRange)
+SYMPTOM_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (CountContinuity, MirrorBehind, ValueRange)
 """Chunk checks whose findings usually follow from what the others find."""
 
 ARMING_CHECKS: Final[tuple[type[LivenessCheck], ...]] = (Configuration,)

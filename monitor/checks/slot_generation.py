@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from stagewatch.agents.evidence import EventBlock, PayloadBlock
-from stagewatch.agents.record import Kind
+from stagewatch.agents.evidence import PayloadBlock
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import Group
+from stagewatch.monitor.lanes import Binds
+from stagewatch.monitor.windows import Group, life_of
 
 
 class SlotGeneration:
@@ -18,6 +18,7 @@ class SlotGeneration:
 
     NAME: ClassVar = "slot-generation"
     COMPARES: ClassVar = "a slot's generation and owner when a payload was received and when it was written"
+    SEVERITY: ClassVar = "critical where the slot has a new owner; warning where it has none yet, or one without a new generation"
     EXCEPTIONS: ClassVar = (
         "payloads that the generation check dropped; slot numbers that differ between ranks"
     )
@@ -31,64 +32,98 @@ class SlotGeneration:
         """(rank index, slot) -> (generation, request) of the newest bind."""
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
-        """Look at what was consumed, and at slots that were bound again."""
-        for index, events in chunk.events:
-            yield from self._rebound(group, index, events)
-        if chunk.consumed is None:
-            return
-        for index, block in zip(chunk.consumed.indices, chunk.consumed.blocks, strict=True):
-            yield from self._stale(group, index, block)
+        """Look at what was consumed and at slots that were bound again, in the order it happened."""
+        consumed, binds = dict(chunk.consumed), dict(chunk.binds)
+        for index in sorted({*consumed, *binds}):
+            yield from self._rank(group, index, consumed.get(index), binds.get(index), history)
 
-    def _stale(self, group: Group, index: int, consumed: PayloadBlock) -> Iterator[Finding]:
-        ends = np.cumsum(consumed.rows)
-        for row in np.flatnonzero((consumed.applied != 0) & (consumed.generation != consumed.generation_now)):
-            at = int(np.searchsorted(ends, row, side="right"))
-            slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
-            bound = self._owner.get((index, slot))
-            rank = group.number(index)
-            yield Finding(
-                check=self.NAME,
-                severity=Severity.CRITICAL,
-                step=int(consumed.at[at]),
-                phase=Phase.CONSUMED,
-                text=f"rank {rank} wrote the payload of step {int(consumed.step[at])} into slot {slot}, whose owner "
-                f"had changed (generation {int(consumed.generation[row])} when sent, {now} when written)",
-                remedy=self.REMEDY,
-                # The harmed one is the slot's next owner; where no bind is on record, the payload's own request.
-                request=bound[1] if bound and bound[0] == now else int(consumed.request[row]),
-                generation=now,
-                row=int(row),
-                ranks=(rank,),
-                blamed=(rank,),
-                fields=("req_idx_gen",),
-                values=(
-                    Value(rank, "req_idx_gen received", str(int(consumed.generation[row]))),
-                    Value(rank, "req_idx_gen consumed", str(now)),
-                ),
-                t_ns=int(consumed.t_ns[at]),
-            )
+    def _rank(
+        self,
+        group: Group,
+        index: int,
+        consumed: PayloadBlock | None,
+        binds: Binds | None,
+        history: History,
+    ) -> Iterator[Finding]:
+        bound = 0
+        for step, row, at in _stale_rows(consumed) if consumed is not None else ():
+            if binds is not None:
+                # A bind belongs to the step after the one it was recorded in; payloads are consumed before it.
+                until = int(np.searchsorted(binds.step, step - 1))
+                yield from self._rebound(group, index, binds, bound, until, history)
+                bound = max(bound, until)
+            if consumed is not None:
+                yield self._stale(group, index, consumed, row, at, history)
+        if binds is not None:
+            yield from self._rebound(group, index, binds, bound, len(binds), history)
 
-    def _rebound(self, group: Group, index: int, events: EventBlock) -> Iterator[Finding]:
+    def _stale(
+        self, group: Group, index: int, consumed: PayloadBlock, row: int, at: int, history: History
+    ) -> Finding:
+        slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
+        owner = self._owner.get((index, slot))
+        harmed = owner is not None and owner[0] == now
+        request = owner[1] if owner is not None and harmed else int(consumed.request[row])
+        step = int(consumed.at[at])
+        life = history.life(request, step if harmed else int(consumed.step[at]))
+        rank = group.number(index)
+        return Finding(
+            check=self.NAME,
+            severity=Severity.CRITICAL if harmed else Severity.WARNING,
+            step=step,
+            phase=Phase.CONSUMED,
+            text=f"rank {rank} wrote the payload of step {int(consumed.step[at])} into slot {slot}, whose owner "
+            f"had {'changed' if harmed else 'left'} (generation {int(consumed.generation[row])} when sent, {now} when "
+            "written)",
+            remedy=self.REMEDY,
+            request=request,
+            life=life_of(consumed, row) if life is None else life,
+            row=row,
+            ranks=(rank,),
+            blamed=(rank,),
+            fields=("req_idx_gen",),
+            values=(
+                Value(rank, "req_idx_gen received", str(int(consumed.generation[row]))),
+                Value(rank, "req_idx_gen consumed", str(now)),
+            ),
+            t_ns=int(consumed.t_ns[at]),
+        )
+
+    def _rebound(
+        self, group: Group, index: int, binds: Binds, first: int, end: int, history: History
+    ) -> Iterator[Finding]:
         """Slots that got a new owner without a new generation: the next stale update will not be noticed."""
-        for i in np.flatnonzero(events.kind == Kind.BIND):
-            slot, generation, request = int(events.slot[i]), int(events.generation[i]), int(events.request[i])
+        columns = (binds.step, binds.slot, binds.generation, binds.request, binds.t_ns)
+        for place, (step, slot, generation, request, t_ns) in enumerate(
+            zip(*(column[first:end].tolist() for column in columns), strict=True)
+        ):
             before = self._owner.get((index, slot))
             self._owner[index, slot] = (generation, request)
             if before is None or before[0] != generation or before[1] == request:
                 continue
             rank = group.number(index)
+            life = history.life(request, step + 1)
             yield Finding(
                 check=self.NAME,
                 severity=Severity.WARNING,
-                step=int(events.step[i]),
+                step=step + 1,
                 phase=Phase.CONSUMED,
                 text=f"rank {rank} gave slot {slot} to another request without raising its generation ({generation})",
                 remedy=self.REMEDY,
                 request=request,
-                generation=generation,
-                row=int(i),
+                life=generation if life is None else life,
+                row=place,
                 ranks=(rank,),
                 blamed=(rank,),
                 fields=("req_idx_gen",),
-                t_ns=int(events.t_ns[i]),
+                t_ns=t_ns,
             )
+
+
+def _stale_rows(consumed: PayloadBlock) -> list[tuple[int, int, int]]:
+    """(step before which it was written, row, index of the payload) of rows written for a former owner."""
+    rows = np.flatnonzero((consumed.applied != 0) & (consumed.generation != consumed.generation_now))
+    if not len(rows):
+        return []
+    places = np.searchsorted(np.cumsum(consumed.rows), rows, side="right")
+    return [*zip(consumed.at[places].tolist(), rows.tolist(), places.tolist(), strict=True)]

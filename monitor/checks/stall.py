@@ -1,25 +1,45 @@
-"""I17: an engine that stopped in the middle of a step. Names who did not come, not who waits."""
+"""I17: an engine that stopped in the middle of a step. Names who did not come, not who waits.
 
-from collections.abc import Iterable
+A rank waits in the call it entered last, unless everyone else has entered it, too. Whoever is waited for without
+waiting itself is where to look. If everybody waits for somebody who waits, the calls are out of order, and the
+one that entered a call before what it always entered first is where to look.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from stagewatch.monitor.calls import POINT_TO_POINT, Entry, peers
 from stagewatch.monitor.checks.base import Finding, Phase
-from stagewatch.monitor.checks.collective_order import POINT_TO_POINT, Entry
+from stagewatch.monitor.checks.collective_order import ACROSS_REPLICAS
 from stagewatch.monitor.checks.liveness import Progress, RankProgress
 from stagewatch.monitor.incidents import Severity, Value
 
 STALL_NS: Final = 30 * 10**9
 """No step lasts so long; loading and graph capture happen before the first."""
 ALIVE_NS: Final = 15 * 10**9
+_RECEIVES: Final = frozenset({"receive", "recv", "irecv"})
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """A call that some ranks wait in and others did not enter."""
+
+    call: Entry
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
 
 
 class Stall:
-    """Ranks that stand at different places and no longer move will not move again."""
+    """Ranks that wait for each other and no longer move will not move again."""
 
     NAME: ClassVar = "stall"
-    COMPARES: ClassVar = "how far each rank has come in steps and collectives, and when it last moved"
+    COMPARES: ClassVar = "the calls each rank entered, how far it has come in steps, and when it last moved"
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
-        "an idle engine: its ranks stand at the same place; an engine not heard of; the first step"
+        "an idle engine: nobody waits in a call; ranks not heard of, of which nothing is known; the first step; "
+        "steps of which a rank's record is incomplete"
     )
     REMEDY: ClassVar = (
         "The engine is wedged and will not answer: take it out of rotation and restart it. The rank that did not "
@@ -28,54 +48,190 @@ class Stall:
 
     def look(self, progress: Progress) -> Iterable[Finding]:
         """One finding as long as the engine stands still out of step."""
-        heard = [rank for rank in progress.ranks if rank.identity is not None]
+        if not stands_still([progress]):
+            return
+        heard = [rank for rank in progress.ranks if _alive(rank, progress.now_ns)]
         if len(heard) < 2 or progress.newest_step < 2:
             return
-        newest_move = max(rank.moved_ns for rank in heard)
-        newest_word = max(rank.heard_ns for rank in heard)
-        if progress.now_ns - newest_move < STALL_NS or progress.now_ns - newest_word > ALIVE_NS:
+        owed = [*_owed(progress, heard)]
+        if not owed and len({rank.newest_step for rank in heard}) < 2:
             return
-        places = {rank.index: _place(rank) for rank in heard}
-        front, back = max(places.values()), min(places.values())
-        if front == back:
-            return
+        yield self._finding(progress, heard, owed)
+
+    def _finding(self, progress: Progress, heard: Sequence[RankProgress], owed: list[Owed]) -> Finding:
         group = progress.group
-        behind = [rank for rank in heard if places[rank.index] == back]
-        ahead = max(heard, key=lambda rank: places[rank.index])
-        owed = _owed(ahead, behind[0])
-        numbers = group.numbers([rank.index for rank in behind])
+        blamed, call = _culprits(heard, owed)
+        behind = min(rank.newest_step for rank in heard)
+        missing = blamed or tuple(
+            sorted({i for each in owed for i in each.absent})
+            or [rank.index for rank in heard if rank.newest_step == behind]
+        )
+        what = f"did not enter {call.size} of step {call.step}" if call else f"stands at step {behind}"
         joined = (
             f"; joined the batch: {', '.join(progress.newest_requests)}" if progress.newest_requests else ""
         )
-        what = f", and did not enter {owed.size}" if owed else ""
-        yield Finding(
+        waiting = sorted({group.number(i) for each in owed for i in each.waiting} - {*group.numbers(missing)})
+        others = f" while {_named(waiting)} wait" if waiting else ""
+        return Finding(
             check=self.NAME,
             severity=Severity.CRITICAL,
             step=progress.newest_step,
-            phase=Phase.INPUTS,
-            text=f"rank {', '.join(map(str, numbers))} stands at step {behind[0].newest_step} while rank "
-            f"{group.number(ahead.index)} waits at step {ahead.newest_step}{what}{joined}",
+            phase=Phase.CALLS,
+            text=f"{_named(group.numbers(missing))} {what}{others}{joined}",
             remedy=self.REMEDY,
-            ranks=numbers,
-            blamed=numbers,
+            ranks=group.numbers(missing),
+            blamed=group.numbers(blamed),
             fields=("progress",),
             values=tuple(
                 Value(group.number(rank.index), "collective", rank.calls[-1].size if rank.calls else "none")
                 for rank in heard
             ),
-            t_ns=newest_move,
+            t_ns=max(rank.moved_ns for rank in heard),
         )
 
 
-def _place(rank: RankProgress) -> tuple[int, int]:
-    """(step, shared calls entered in it). Point-to-point calls differ between stages by nature."""
-    step = max(rank.newest_step, rank.calls[-1].step if rank.calls else 0)
-    return step, sum(call.step == step and call.op not in POINT_TO_POINT for call in rank.calls)
+def stands_still(replicas: Sequence[Progress]) -> bool:
+    """Whether every rank of some replicas is known to have stopped, though the processes are alive."""
+    ranks = [rank for replica in replicas for rank in replica.ranks if rank.identity is not None]
+    if not ranks:
+        return False
+    now = replicas[0].now_ns
+    moved, heard = max(rank.moved_ns for rank in ranks), max(rank.heard_ns for rank in ranks)
+    return now - moved >= STALL_NS and now - heard <= ALIVE_NS
 
 
-def _owed(ahead: RankProgress, behind: RankProgress) -> Entry | None:
-    """The first call of the waiting rank's newest step that the other one did not enter."""
-    if not ahead.calls:
-        return None
-    entered = len(behind.calls) if behind.calls and behind.calls[-1].step == ahead.calls[-1].step else 0
-    return ahead.calls[min(entered, len(ahead.calls) - 1)]
+def across_replicas(replicas: Sequence[Progress]) -> Iterator[tuple[int, Finding]]:
+    """(place of the replica that owes, finding) where replicas stopped at different counts of their shared calls."""
+    if len(replicas) < 2 or not stands_still(replicas):
+        return
+    if any(rank.identity is None or rank.lossy for replica in replicas for rank in replica.ranks):
+        return
+    counts = [tuple(rank.shared_calls for rank in replica.ranks) for replica in replicas]
+    most = tuple(max(column) for column in zip(*counts, strict=True))
+    for place, (replica, own) in enumerate(zip(replicas, counts, strict=True)):
+        indices = [i for i, (mine, all_) in enumerate(zip(own, most, strict=True)) if mine < all_]
+        if not indices:
+            continue
+        ahead = next(
+            other
+            for other, theirs in zip(replicas, counts, strict=True)
+            if theirs[indices[0]] == most[indices[0]]
+        )
+        call = ahead.ranks[indices[0]].last_shared
+        requests = [name for other in replicas for name in other.newest_requests]
+        joined = f"; joined a batch: {', '.join(requests)}" if requests else ""
+        numbers = replica.group.numbers(indices)
+        yield (
+            place,
+            Finding(
+                check=Stall.NAME,
+                severity=Severity.CRITICAL,
+                step=replica.newest_step + 1,
+                phase=Phase.CALLS,
+                text=f"{_named(numbers)} of replica {replica.group.dp} did not enter "
+                f"{call.size if call else 'the call that replicas share'}, in which replica {ahead.group.dp} waits{joined}",
+                remedy=Stall.REMEDY,
+                ranks=numbers,
+                blamed=numbers,
+                fields=("progress",),
+                values=tuple(
+                    Value(other.group.number(rank.index), "shared calls", str(rank.shared_calls))
+                    for other in replicas
+                    for rank in other.ranks
+                ),
+                t_ns=max(rank.moved_ns for rank in replica.ranks),
+            ),
+        )
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def _alive(rank: RankProgress, now_ns: int) -> bool:
+    return rank.identity is not None and now_ns - rank.heard_ns <= STALL_NS
+
+
+def _owed(progress: Progress, heard: Sequence[RankProgress]) -> Iterator[Owed]:
+    """For every rank that waits in its last call: the call, and who did not enter it."""
+    by_index = {rank.index: rank for rank in heard}
+    found: dict[tuple[str, int, int, tuple[int, ...]], Owed] = {}
+    for rank in heard:
+        if not rank.calls or rank.lossy:
+            continue
+        call = rank.calls[-1]
+        if call.group.startswith(ACROSS_REPLICAS):
+            continue
+        members = _members(progress, rank, call)
+        place = _place(rank, call)
+        absent = tuple(i for i in members if i in by_index and not _entered(by_index[i], call, place))
+        if not absent or any(by_index[i].lossy for i in absent):
+            continue
+        key = (call.group, call.step, place, absent)
+        before = found.get(key)
+        waiting = (*(before.waiting if before else ()), rank.index)
+        found[key] = Owed(call, waiting, absent)
+    yield from found.values()
+
+
+def _members(progress: Progress, rank: RankProgress, call: Entry) -> tuple[int, ...]:
+    """Whom a rank needs for its call to end."""
+    sizes = progress.group.sizes
+    if call.op in POINT_TO_POINT:
+        other = rank.index + (-sizes.tp if call.op in _RECEIVES else sizes.tp)
+        return (other,) if 0 <= other < sizes.pp * sizes.tp else ()
+    for indices in peers(progress.group, call.group):
+        if rank.index in indices:
+            return tuple(i for i in indices if i != rank.index)
+    return ()
+
+
+def _kind(call: Entry) -> tuple[str, str]:
+    return call.group, ("p2p" if call.op in POINT_TO_POINT else "")
+
+
+def _place(rank: RankProgress, call: Entry) -> int:
+    """How many calls of its kind the rank entered in the call's step."""
+    if call.op in POINT_TO_POINT:
+        return 1
+    return sum(each.step == call.step and _kind(each) == _kind(call) for each in rank.calls)
+
+
+def _entered(rank: RankProgress, call: Entry, place: int) -> bool:
+    if call.op in POINT_TO_POINT:
+        receives = call.op not in _RECEIVES
+        return any(
+            each.step == call.step and each.op in POINT_TO_POINT and (each.op in _RECEIVES) == receives
+            for each in rank.calls
+        )
+    return _place(rank, call) >= place
+
+
+def _culprits(heard: Sequence[RankProgress], owed: list[Owed]) -> tuple[tuple[int, ...], Entry | None]:
+    """(indices of who is to blame, the call they owe); nobody where the evidence does not tell."""
+    if not owed:
+        return (), None
+    by_index = {rank.index: rank for rank in heard}
+    absent = Counter(i for each in owed for i in each.absent)
+    waiting = {i for each in owed for i in each.waiting}
+    # Who went on to a later step will never enter what it left out of this one.
+    passed = [i for each in owed for i in each.absent if by_index[i].newest_step > each.call.step]
+    idle = [i for i in absent if i not in waiting]
+    out_of_order = [i for i in sorted(waiting & {*absent}) if _unusual(by_index[i])]
+    for group in (passed, idle, out_of_order):
+        if group:
+            chosen = tuple(sorted({*group}))
+            call = next(each.call for each in owed if {*each.absent} & {*chosen})
+            return chosen, call
+    return (), owed[0].call
+
+
+def _unusual(rank: RankProgress) -> bool:
+    """Whether a rank entered a call before one that always came first in its earlier steps."""
+    newest = rank.calls[-1].step
+    entered = [(call.group, call.op) for call in rank.calls if call.step == newest]
+    return any(
+        earlier not in entered[:place]
+        for place, kind in enumerate(entered)
+        for earlier in rank.always_before(kind)
+    )

@@ -9,7 +9,7 @@ from stagewatch.monitor.blame import blame
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.windows import Group
+from stagewatch.monitor.windows import Group, life_of
 
 _FIELDS = (
     ("num_sampled", "num_sampled"),
@@ -24,6 +24,7 @@ class TpDisagreement:
 
     NAME: ClassVar = "tp-disagreement"
     COMPARES: ClassVar = "sampled tokens, counts and draft blocks between the last stage's TP ranks"
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "rows outside the mask; token columns beyond num_sampled; engines with tp_size 1"
     REMEDY: ClassVar = (
         "TP peers sampled different tokens from the same step: a near-tie without a broadcast, or a seed per rank. "
@@ -53,7 +54,7 @@ class TpDisagreement:
                 text="TP peers of the last stage sampled differently",
                 remedy=self.REMEDY,
                 request=int(block.request[row]),
-                generation=int(block.generation[row]),
+                life=life_of(block, row),
                 row=in_step,
                 ranks=blamed or group.numbers(window.indices),
                 blamed=blamed,

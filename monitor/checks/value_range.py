@@ -14,7 +14,7 @@ from stagewatch.agents.evidence import (
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.windows import Group, Window
+from stagewatch.monitor.windows import Group, life_of
 
 _MEANING: Final = {
     SUSPECT_ID_NEGATIVE: ("a negative token id (a placeholder that was not replaced)", "input_ids"),
@@ -31,6 +31,7 @@ class ValueRange:
     COMPARES: ClassVar = (
         "ids and positions fed; ids and counts sent, received and consumed, on each rank by itself"
     )
+    SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
         "undefined columns and rows outside the mask; limits that the adapter does not know"
     )
@@ -41,40 +42,44 @@ class ValueRange:
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Every flagged row; the sidecar looked at the tokens, which do not come here."""
-        yield from self._flagged(chunk.inputs, Phase.INPUTS, "feeds")
-        yield from self._flagged(chunk.sent, Phase.SENT, "sent")
-        yield from self._flagged(chunk.received, Phase.RECEIVED, "received")
-        yield from self._flagged(chunk.consumed, Phase.CONSUMED, "consumed")
+        inputs, sent = chunk.inputs, chunk.sent
+        if inputs is not None:
+            for index, block in zip(inputs.indices, inputs.blocks, strict=True):
+                yield from self._flagged(group, index, block, Phase.INPUTS, "feeds", history)
+        if sent is not None:
+            for index, payload in zip(sent.indices, sent.blocks, strict=True):
+                yield from self._flagged(group, index, payload, Phase.SENT, "sent", history)
+        for index, payload in chunk.received:
+            yield from self._flagged(group, index, payload, Phase.RECEIVED, "received", history)
+        for index, payload in chunk.consumed:
+            yield from self._flagged(group, index, payload, Phase.CONSUMED, "consumed", history)
 
-    def _flagged(self, window: Window[Any] | None, phase: Phase, verb: str) -> Iterator[Finding]:
-        if window is None:
+    def _flagged(
+        self, group: Group, index: int, block: Any, phase: Phase, verb: str, history: History
+    ) -> Iterator[Finding]:
+        flags = block.flags & sum(_MEANING)
+        if phase is not Phase.INPUTS:
+            flags = np.where(block.applied != 0, flags, 0)
+        if not flags.any():
             return
-        for index, block in zip(window.indices, window.blocks, strict=True):
-            flags = block.flags & sum(_MEANING)
-            if phase is not Phase.INPUTS:
-                flags = np.where(block.applied != 0, flags, 0)
-            for row in np.flatnonzero(flags):
-                at, in_step = _locate(block, int(row))
-                rank = window.group.number(index)
-                meanings = [_MEANING[bit] for bit in _MEANING if flags[row] & bit]
-                yield Finding(
-                    check=self.NAME,
-                    severity=Severity.CRITICAL,
-                    step=int(block.at[at]) if phase is Phase.CONSUMED else int(block.step[at]),
-                    phase=phase,
-                    text=f"rank {rank} {verb} {' and '.join(text for text, _ in meanings)}",
-                    remedy=self.REMEDY,
-                    request=int(block.request[row]),
-                    generation=int(block.generation[row]),
-                    row=in_step,
-                    ranks=(rank,),
-                    blamed=(rank,),
-                    fields=tuple(field for _, field in meanings),
-                    t_ns=int(block.t_ns[at]),
-                )
-
-
-def _locate(block: Any, row: int) -> tuple[int, int]:
-    ends = np.cumsum(block.rows)
-    at = int(np.searchsorted(ends, row, side="right"))
-    return at, row - int(ends[at] - block.rows[at])
+        ends = np.cumsum(block.rows)
+        for row in np.flatnonzero(flags):
+            at = int(np.searchsorted(ends, row, side="right"))
+            rank, request = group.number(index), int(block.request[row])
+            meanings = [_MEANING[bit] for bit in _MEANING if flags[row] & bit]
+            life = history.life(request, int(block.step[at]))
+            yield Finding(
+                check=self.NAME,
+                severity=Severity.CRITICAL,
+                step=int(block.at[at]) if phase is Phase.CONSUMED else int(block.step[at]),
+                phase=phase,
+                text=f"rank {rank} {verb} {' and '.join(text for text, _ in meanings)}",
+                remedy=self.REMEDY,
+                request=request,
+                life=life_of(block, int(row)) if life is None else life,
+                row=int(row - ends[at] + block.rows[at]),
+                ranks=(rank,),
+                blamed=(rank,),
+                fields=tuple(field for _, field in meanings),
+                t_ns=int(block.t_ns[at]),
+            )
