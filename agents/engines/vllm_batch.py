@@ -5,13 +5,16 @@ Names on the engine's side are those of releases 0.23 to 0.33, which `vllm_varia
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.engines.staging import Gather, Staging, Values
+from stagewatch.agents.engines.staging import Gather, Head, Staging, Values
 from stagewatch.agents.record import I32, U64, UNKNOWN, Inputs, Payload
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +95,15 @@ def stage_inputs(
         batch.is_prefilling_np.view(np.uint8),
     )
     padded = int(batch.num_tokens_after_padding)
-    pieces = [
+    pieces: list[torch.Tensor | Gather | Head] = [
         Gather(states.num_computed_tokens.gpu, slots, host_slots),
         Gather(states.last_sampled_tokens, slots, host_slots),
         Gather(states.draft_tokens, slots, host_slots),
-        batch.input_ids[:tokens],
-        batch.positions[:tokens],
+        Head(batch.input_ids, tokens),
+        Head(batch.positions, tokens),
     ]
     if adaptive:
-        pieces += [batch.query_start_loc[: count + 1], batch.cu_num_logits[: count + 1]]
+        pieces += [Head(batch.query_start_loc, count + 1), Head(batch.cu_num_logits, count + 1)]
 
     def arrived(values: list[Values]) -> None:
         computed, last, block, ids, positions = values[:5]

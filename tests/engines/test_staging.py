@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stagewatch.agents.engines.staging import Gather, HostStaging, Values, staging_for
+from stagewatch.agents.engines.staging import Gather, Head, HostStaging, Values, staging_for
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "staging.py"
 
@@ -19,8 +19,10 @@ class TestHostStaging:
         table = torch.arange(12).reshape(4, 3)
         rows = torch.tensor([2, 0])
         found: list[Values] = []
-        HostStaging().take([Gather(table, rows, rows.numpy()), torch.tensor([7, 8])], found.extend)
-        assert [values.tolist() for values in found] == [[[6, 7, 8], [0, 1, 2]], [7, 8]]
+        HostStaging().take(
+            [Gather(table, rows, rows.numpy()), torch.tensor([7, 8]), Head(table, 1)], found.extend
+        )
+        assert [values.tolist() for values in found] == [[[6, 7, 8], [0, 1, 2]], [7, 8], [[0, 1, 2]]]
 
     def test_gathered_rows_are_a_copy(self) -> None:
         table = torch.zeros(4, 1, dtype=torch.int64)
