@@ -37,10 +37,10 @@ class Gather(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first rows of a buffer: ``buffer[:count]``."""
+    """The first rows of a buffer: ``buffer[:rows]``."""
 
     buffer: "torch.Tensor"
-    count: int
+    rows: int
 
 
 class Staging(Protocol):
@@ -75,9 +75,10 @@ class HostStaging:
 def _on_host(piece: "torch.Tensor | Gather | Head") -> Values:
     # Slicing and indexing an array costs a fraction of what it costs on a tensor.
     if isinstance(piece, Gather):
-        return piece.table.numpy()[piece.rows_np]
+        gathered: Values = piece.table.numpy()[piece.rows_np]
+        return gathered
     if isinstance(piece, Head):
-        return piece.buffer.numpy()[: piece.count]
+        return piece.buffer.numpy()[: piece.rows]
     return piece.numpy()
 
 
@@ -85,7 +86,7 @@ def _on_device(piece: "torch.Tensor | Gather | Head") -> "torch.Tensor":
     if isinstance(piece, Gather):
         return piece.table[piece.rows]
     if isinstance(piece, Head):
-        return piece.buffer[: piece.count]
+        return piece.buffer[: piece.rows]
     return piece
 
 
