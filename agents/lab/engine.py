@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -111,10 +112,14 @@ class Lab:
 
     def stop(self) -> None:
         """End every process of the lab, at once. Harmless when it has ended."""
+        watched = [fd for pid in self._pids.values() if (fd := _watch(pid)) is not None]
         # The group outlives its leader for as long as a rank does, and nobody else can be given its number meanwhile.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for fd in watched:
+            select.select([fd], [], [], 10)  # readable once the process has ended
+            os.close(fd)
         self._reader.join(10)
 
     def __enter__(self) -> Self:
@@ -155,6 +160,14 @@ def run_lab(config: LabConfig, timeout_s: float = 120.0) -> LabResult:
     """Run a lab to its end. Raises LabError, and leaves no process behind, if that takes longer than ``timeout_s``."""
     with start_lab(config) as lab:
         return lab.wait(timeout_s)
+
+
+def _watch(pid: int) -> int | None:
+    """Descriptor that becomes readable when ``pid`` ends; None if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _rank(name: str) -> Rank:
