@@ -5,7 +5,6 @@ so that they see whatever else was patched before and vanish with the worker. Tw
 reached that way: the mask and ``torch.distributed.broadcast``, which is watched for one group only.
 """
 
-import os
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -70,7 +69,6 @@ class RankHooks:
         self._pp_utils = pp_utils
         self._distributed = distributed
         self._pp_group = pp_group
-        self._pid = os.getpid()
         self._keys = Keys()
         self._tick = 0
         self._mask_step = -1
@@ -108,8 +106,7 @@ class RankHooks:
         self._wrapping.remove()
 
     def _active(self) -> bool:
-        # A fork of an armed worker would write into its parent's ring.
-        return self._probe.armed and not self.suspended and os.getpid() == self._pid
+        return self._probe.armed and not self.suspended
 
     def _execute(self, args: Args, kwargs: Kwargs) -> None:
         if not argument(args, kwargs, 2, "dummy_run"):

@@ -61,8 +61,12 @@ class TestRelayingVariants:
 
     def test_the_payload_is_the_same_sent_received_and_consumed(self, watch: Watch, variant: str) -> None:
         watched = watch(variant)
+        watched.pipeline.serve(
+            [Request("alone", [4] * 6, 3)]
+        )  # its first chunk is a batch that broadcasts nothing
         watched.pipeline.serve(requests())
         sent = by_step(watched.records(1), Kind.SENT)
+        assert {record.body.skipped for record in sent.values()} == {0, 1}
         received = by_step(watched.records(0), Kind.RECEIVED)
         consumed = by_step(watched.records(0), Kind.CONSUMED)
         assert list(sent) == list(received)
@@ -70,7 +74,10 @@ class TestRelayingVariants:
         for step, record in sent.items():
             same = [received[step].body]
             if step in consumed:
-                same.append(consumed[step].body)
+                body = consumed[step].body
+                held = body.generation == body.generation_now
+                assert np.array_equal(body.applied.astype(bool), record.body.applied.astype(bool) & held)
+                same.append(body)
                 assert record.step < consumed[step].body.at <= record.step + 2
             for body in same:
                 assert body.skipped == record.body.skipped
@@ -152,6 +159,8 @@ class TestEveryVariant:
             rank.runner.execute_model(None, None, True)
             rank.runner.execute_model(None, dummy_run=True)
         assert [len(watched.records(stage)) for stage in (0, 1)] == before
+        watched.pipeline.serve([Request("real", [4, 2], 5)])
+        assert by_step(watched.records(0), Kind.INPUTS)[1].body.tick == 1
 
     def test_nothing_is_recorded_while_suspended(self, watch: Watch, variant: str) -> None:
         watched = watch(variant)
