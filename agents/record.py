@@ -259,15 +259,14 @@ def _text(body: Body) -> bytes:
 def encode(kind: Kind, seq: int, step: int, t_ns: int, body: Body) -> bytes:
     """One record.
 
-    Columns of another dtype or memory layout are converted. Raises ValueError if a column does not fit its
-    extent, struct.error if a number does not fit its field.
+    Columns of another dtype or memory layout are converted. Raises ValueError or IndexError if a column does
+    not fit its extent, struct.error if a number does not fit its field.
     """
     schema, counts, text = _SCHEMAS[type(body)], _counts(body), _text(body)
     plan = _plan(schema, counts)
     columns = schema.columns(body)
     sizes = [column.size for column in columns]
-    tables_fit = all(columns[index].shape == table for index, table in plan.tables)
-    if sizes != plan.sizes or not tables_fit or not plan.possible:
+    if sizes != plan.sizes or not plan.possible:
         raise ValueError(f"columns of shapes {[column.shape for column in columns]}, expected {plan.sizes}")
     if [column.dtype for column in columns] != schema.dtypes:
         columns = tuple(c.astype(d, order="C") for c, d in zip(columns, schema.dtypes, strict=True))

@@ -367,6 +367,25 @@ class TestThreads:
         probe.heartbeat()
         assert beats(probe)[-1].drops == 40_000
 
+    def test_nothing_comes_after_another_thread_disarmed(self, probe: Probe) -> None:
+        # GIVEN a thread that found the probe armed, and waits for the lock
+        class Late:
+            def __enter__(self) -> None:
+                # WHEN the one that holds it disarms
+                probe._lock = lock
+                probe.disarm("by another thread")
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        lock = probe._lock
+        probe._lock = Late()  # type: ignore[assignment]
+        probe.note("late")
+        # THEN the last word is the reason
+        assert [found.body for found in recorded(probe)] == [Note("disarmed: by another thread")]
+        assert records(probe)[-1].kind is Kind.HEARTBEAT
+
     def test_nothing_comes_after_the_end_whoever_is_recording(self, make: Make) -> None:
         probe = make(8 << 20)
         go_on = True

@@ -276,6 +276,31 @@ class TestDamage:
         assert seqs(reader) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
         assert reader.lost == 1
 
+    def test_nor_once_the_writer_has_gone_round(self, ring: Ring) -> None:
+        # GIVEN a ring that wrapped, so that a gap is possible behind every position
+        writer = ring()
+        write(writer, 18, 4000)
+        tail = word(writer.path, TAIL)
+        # WHEN the first record present becomes zeros
+        first = next(RingReader(writer.path).read()).seq
+        patch(writer.path, HEADER_SIZE + tail, "<Q", 0)
+        # THEN it alone is lost, not all up to the end of the area
+        reader = RingReader(writer.path)
+        assert seqs(reader) == list(range(first + 1, 18))
+
+    def test_a_number_that_is_impossible_where_it_stands(self, ring: Ring) -> None:
+        # Believed, it would make every later record one that was read before.
+        writer = ring()
+        write(writer, 3)
+        start = self.starts(3)[1]
+        forged = encode(Kind.NOTE, 2**40, 1, 1, note(1))
+        with writer.path.open("r+b") as file:
+            file.seek(start)
+            file.write(forged)
+        reader = RingReader(writer.path)
+        assert seqs(reader) == [0, 2]
+        assert reader.lost == 1
+
     def test_the_last_record_is_counted_although_none_follows(self, ring: Ring) -> None:
         writer = ring()
         write(writer, 10)
@@ -337,6 +362,7 @@ class TestDamage:
         "cursors",
         [
             (0, 2**64 - 1, 0),
+            (0, 2**62, 0),
             (2**64 - 8, 2**64 - 8, 0),
             (8, 0, 0),
             (0, 3, 0),
