@@ -88,6 +88,11 @@ class TestFaultyMask:
         computed, prefill, scheduled, cap = columns((10, 8, 1, 1024), (512, 4096, 448, 8192))
         assert shown(faulty_mask(computed, scheduled, prefill, cap)) == [T, F]
 
+    def test_counts_a_final_chunk_from_its_end(self) -> None:
+        # The row of case 5, whose one token ends it; and one that has more to come.
+        computed, prefill, scheduled, cap = columns((1000, 1004, 4, 1005), (1000, 1004, 4, 1006))
+        assert shown(faulty_mask(computed, scheduled, prefill, cap)) == [F, T]
+
     def test_boundary_is_one_token_before_the_cap(self) -> None:
         computed, prefill, scheduled, cap = columns((98, 8, 1, 100), (99, 8, 1, 100))
         assert shown(faulty_mask(computed, scheduled, prefill, cap)) == [T, F]

@@ -388,6 +388,12 @@ class TestDamage:
         assert found == list(range(found[0], 5010))
         assert reader.lost == found[0] - 10
 
+    def test_a_head_farther_away_than_the_area_is_long_is_not_searched_for(self, ring: Ring) -> None:
+        # An empty area holds nothing that would end the search before the head: 2 ** 62 bytes of it.
+        writer = ring()
+        patch(writer.path, HEAD, "<Q", 2**62)
+        assert seqs(RingReader(writer.path)) == []
+
     def test_a_reader_thrown_ahead_comes_back(self, ring: Ring) -> None:
         writer = ring()
         reader = RingReader(writer.path)
