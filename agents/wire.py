@@ -162,10 +162,14 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
 
 def _check_coverage(batch: Batch, blocks: dict[str, Any]) -> None:
     """A frame's records are numbered without gap or repetition; what was lost lies before them."""
-    seqs = np.sort(np.concatenate([np.zeros(0, np.int64), *(block.seq for block in blocks.values())]))
-    if not np.array_equal(seqs, np.arange(batch.first_seq, batch.first_seq + len(seqs))) or (
-        len(seqs) != batch.next_seq - batch.first_seq
-    ):
+    places = (
+        np.concatenate([np.zeros(0, np.int64), *(block.seq for block in blocks.values())]) - batch.first_seq
+    )
+    count = batch.next_seq - batch.first_seq
+    is_present = np.zeros(len(places), np.bool_)
+    if len(places) == count and ((places >= 0) & (places < count)).all():
+        is_present[places] = True
+    if len(places) != count or not is_present.all():
         raise FrameError(
             f"frame covers records {batch.first_seq} to {batch.next_seq} and does not hold each of them once"
         )

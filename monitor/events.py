@@ -52,15 +52,23 @@ class Hub:
         """Server-sent events after event ``after``, for ever; only new ones if it is None."""
         queue: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(QUEUE_EVENTS)
         # Listening begins before the store is read, so nothing falls between; what comes twice is dropped.
+        if self._closed:
+            return
         self._readers.add(queue)
         try:
             yield f"retry: {RETRY_MS}\n\n".encode()
             seen = await asyncio.to_thread(store.last_event) if after is None else after
-            while missed := await asyncio.to_thread(store.events_after, seen):
+            while queue in self._readers:
+                # Whatever is in the queue is in the store by now, so the queue cannot fill while we catch up.
+                while not queue.empty():
+                    queue.get_nowait()
+                missed = await asyncio.to_thread(store.events_after, seen)
+                if not missed:
+                    break
                 for number, body in missed:
                     yield _frame(number, body)
-                seen = missed[-1][0]
-            while not self._closed:
+                    seen = number
+            while queue in self._readers or not queue.empty():
                 try:
                     item = await asyncio.wait_for(queue.get(), heartbeat_s)
                 except TimeoutError:

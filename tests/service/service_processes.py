@@ -71,18 +71,17 @@ class Process:
 class CollectorProcess(Process):
     """`stagewatch collect` on a free port of loopback, or on ``port`` again."""
 
-    def __init__(self, data_dir: Path, *options: str, port: int = 0, **environment: str) -> None:
+    def __init__(self, data_dir: Path, *options: str, port: int = 0, token: str = "") -> None:
         log = data_dir.parent / f"{data_dir.name}.log"
         before = log.stat().st_size if log.exists() else 0
         super().__init__(
             [BIN / "stagewatch", "collect", "--port", str(port), "--data-dir", data_dir, *options],
             log,
-            **environment,
         )
         self.url = wait_until(lambda: self._ready_line(before), "the collector listens")
         self.port = int(self.url.rsplit(":", 1)[1])
         self.token_file = data_dir / "token"
-        self.token = environment.get("STAGEWATCH_TOKEN") or self.token_file.read_text().strip()
+        self.token = token or self.token_file.read_text().strip()
         self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"})
         wait_until(lambda: self.http.get("/readyz").status_code == 200, "the collector is ready")
 
@@ -108,9 +107,9 @@ class CollectorProcess(Process):
         """Sum of the series of ``name`` that carry ``labels``."""
         total = 0.0
         for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(name + "{") or line.startswith(name + " "):
-                if all(f'{label}="{value}"' in line for label, value in labels.items()):
-                    total += float(line.rsplit(" ", 1)[1])
+            is_ours = line.startswith((name + "{", name + " "))
+            if is_ours and all(f'{label}="{value}"' in line for label, value in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
         return total
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import pytest
@@ -10,15 +13,15 @@ from service_records import batch, batch_message, hello, identity, journalled_se
 
 from stagewatch.agents import wire
 from stagewatch.agents.identity import Rank, Sizes
-from stagewatch.agents.wire import Ack, Limits, Refusal, Welcome
-from stagewatch.monitor.ingest import FrameRefusedError, Intake, Session
+from stagewatch.agents.wire import Ack, Downward, Limits, Refusal, Welcome
+from stagewatch.monitor.ingest import FrameRefusedError, Intake, Session, Taken
 from stagewatch.monitor.journal import read_journal
 from stagewatch.monitor.settings import CollectorSettings
 
 RANK = identity().rank
 
 
-def settings(directory, **changes):
+def settings(directory: Path, **changes: Any) -> CollectorSettings:
     made = CollectorSettings(
         "127.0.0.1", 0, directory, "t" * 20, 1 << 20, 1 << 30, 1 << 20, 8, False, Limits()
     )
@@ -28,51 +31,57 @@ def settings(directory, **changes):
 class Door:
     """An intake with one session, on the running loop."""
 
-    def __init__(self, directory, **changes):
-        self.judged = []
+    def __init__(self, directory: Path, **changes: Any) -> None:
+        self.judged: list[Taken] = []
         self.intake = Intake(settings(directory, **changes), self.judged.extend)
         for entry in self.intake.journal.recover():
             self.intake.restore(entry)
         self.intake.open()
         self.session = Session()
 
-    def take(self, *messages):
+    def take(self, *messages: bytes) -> None:
         for message in messages:
             self.intake.take(message, self.session)
 
-    async def said(self, count=1):
+    async def said(self, count: int = 1) -> list[Downward]:
         """The next ``count`` frames for the sidecar."""
-        frames = []
+        frames: list[Downward] = []
         while len(frames) < count:
             frames += [wire.decode_downward(frame) for frame in await self.session.outgoing()]
         return frames
 
 
-@pytest.fixture
-def at_the_door(tmp_path):
-    """Run a test's body with a fresh door over the same directory each time."""
+class AtTheDoor(Protocol):
+    """Runs a test's body with a fresh door over the same directory each time."""
 
-    def run(body, **changes):
-        async def opened():
+    def __call__(self, body: Callable[[Door], Awaitable[None]], **changes: Any) -> None: ...
+
+
+@pytest.fixture
+def at_the_door(tmp_path: Path) -> AtTheDoor:
+    def run(body: Callable[[Door], Awaitable[None]], **changes: Any) -> None:
+        async def opened() -> None:
             door = Door(tmp_path, **changes)
             try:
-                return await asyncio.wait_for(body(door), 30)
+                await asyncio.wait_for(body(door), 30)
             finally:
                 await asyncio.to_thread(door.intake.journal.close)
 
-        return asyncio.run(opened())
+        asyncio.run(opened())
 
     return run
 
 
-def refusal_of(door, message):
+def refusal_of(door: Door, message: bytes) -> tuple[str, Refusal]:
     with pytest.raises(FrameRefusedError) as caught:
         door.take(message)
     return caught.value.code, caught.value.answer
 
 
-def test_batches_are_acknowledged_once_durable_and_then_judged(at_the_door, tmp_path):
-    async def body(door):
+def test_batches_are_acknowledged_once_durable_and_then_judged(
+    at_the_door: AtTheDoor, tmp_path: Path
+) -> None:
+    async def body(door: Door) -> None:
         door.take(hello())
         assert await door.said() == [Welcome("life-1", RANK, 0)]
         door.take(batch_message(0, 3), batch_message(3, 5))
@@ -84,8 +93,8 @@ def test_batches_are_acknowledged_once_durable_and_then_judged(at_the_door, tmp_
     assert journalled_seqs(tmp_path) == {"life-1.dp0.pp0.tp0": [0, 1, 2, 3, 4]}
 
 
-def test_what_is_known_is_acknowledged_and_not_taken_again(at_the_door, tmp_path):
-    async def body(door):
+def test_what_is_known_is_acknowledged_and_not_taken_again(at_the_door: AtTheDoor, tmp_path: Path) -> None:
+    async def body(door: Door) -> None:
         door.take(hello(), batch_message(0, 3))
         await door.said(2)
         door.take(batch_message(0, 3), batch_message(1, 2))
@@ -96,12 +105,12 @@ def test_what_is_known_is_acknowledged_and_not_taken_again(at_the_door, tmp_path
     assert journalled_seqs(tmp_path) == {"life-1.dp0.pp0.tp0": [0, 1, 2]}
 
 
-def test_a_restart_remembers_every_position(at_the_door, tmp_path):
-    async def first(door):
+def test_a_restart_remembers_every_position(at_the_door: AtTheDoor, tmp_path: Path) -> None:
+    async def first(door: Door) -> None:
         door.take(hello(), batch_message(0, 3))
         await door.said(2)
 
-    async def second(door):
+    async def second(door: Door) -> None:
         door.take(hello())
         assert await door.said() == [Welcome("life-1", RANK, 3)]
         door.take(batch_message(3, 4))
@@ -112,11 +121,11 @@ def test_a_restart_remembers_every_position(at_the_door, tmp_path):
     assert journalled_seqs(tmp_path) == {"life-1.dp0.pp0.tp0": [0, 1, 2, 3]}
 
 
-def test_positions_outlive_the_segments_that_made_them(at_the_door, tmp_path):
+def test_positions_outlive_the_segments_that_made_them(at_the_door: AtTheDoor, tmp_path: Path) -> None:
     # GIVEN a rank that has long been silent while another fills segment after segment
     other = identity(1)
 
-    async def fill(door):
+    async def fill(door: Door) -> None:
         door.take(hello(), batch_message(0, 3), hello(other))
         await door.said(2)
         for number in range(0, 60, 2):
@@ -127,15 +136,15 @@ def test_positions_outlive_the_segments_that_made_them(at_the_door, tmp_path):
     assert "life-1.dp0.pp0.tp0" not in journalled_seqs(tmp_path)
 
     # THEN it still goes on where it was
-    async def resume(door):
+    async def resume(door: Door) -> None:
         door.take(hello())
         assert await door.said() == [Welcome("life-1", RANK, 3)]
 
     at_the_door(resume)
 
 
-def test_a_gap_or_an_overlap_is_refused_and_can_be_cured(at_the_door):
-    async def body(door):
+def test_a_gap_or_an_overlap_is_refused_and_can_be_cured(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         door.take(hello(), batch_message(0, 3))
         await door.said(2)
         for message in (batch_message(4, 6), batch_message(2, 6), batch_message(4, 6, lost=2)):
@@ -148,8 +157,8 @@ def test_a_gap_or_an_overlap_is_refused_and_can_be_cured(at_the_door):
     at_the_door(body)
 
 
-def test_a_reconnect_is_welcomed_at_what_is_durable_not_at_what_is_queued(at_the_door):
-    async def body(door):
+def test_a_reconnect_is_welcomed_at_what_is_durable_not_at_what_is_queued(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         door.take(hello())
         await door.said()
         door.take(batch_message(0, 3))
@@ -165,8 +174,8 @@ def test_a_reconnect_is_welcomed_at_what_is_durable_not_at_what_is_queued(at_the
     at_the_door(body)
 
 
-def test_a_batch_needs_a_hello_on_its_own_connection(at_the_door):
-    async def body(door):
+def test_a_batch_needs_a_hello_on_its_own_connection(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         assert refusal_of(door, batch_message(0, 1))[0] == "no_hello"
         door.intake.take(hello(), Session())
         assert refusal_of(door, batch_message(0, 1))[0] == "no_hello"
@@ -174,8 +183,8 @@ def test_a_batch_needs_a_hello_on_its_own_connection(at_the_door):
     at_the_door(body)
 
 
-def test_evidence_that_is_wrong_is_refused_for_good_and_by_number(at_the_door):
-    async def body(door):
+def test_evidence_that_is_wrong_is_refused_for_good_and_by_number(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         door.take(hello())
         bad = msgspec.structs.replace(batch(0, 4), parts={"inputs": b"\x00" * 64})
         code, answer = refusal_of(door, wire.encode_frame(bad))
@@ -200,8 +209,8 @@ def test_evidence_that_is_wrong_is_refused_for_good_and_by_number(at_the_door):
         {"engine": "line\nbreak"},
     ],
 )
-def test_an_identity_that_cannot_be_is_refused(at_the_door, change):
-    async def body(door):
+def test_an_identity_that_cannot_be_is_refused(at_the_door: AtTheDoor, change: dict[str, Any]) -> None:
+    async def body(door: Door) -> None:
         code, answer = refusal_of(door, hello(msgspec.structs.replace(identity(), **change)))
         assert code == "identity"
         assert answer.reason.startswith("identity: ")
@@ -209,16 +218,16 @@ def test_an_identity_that_cannot_be_is_refused(at_the_door, change):
     at_the_door(body)
 
 
-def test_ranks_of_one_engine_must_tell_the_same_sizes(at_the_door):
-    async def body(door):
+def test_ranks_of_one_engine_must_tell_the_same_sizes(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         door.take(hello())
         assert refusal_of(door, hello(identity(1, stages=3)))[0] == "identity"
 
     at_the_door(body)
 
 
-def test_another_protocol_is_refused_with_the_side_to_upgrade(at_the_door):
-    async def body(door):
+def test_another_protocol_is_refused_with_the_side_to_upgrade(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         for protocol, side in ((wire.PROTOCOL + 1, "collector"), (wire.PROTOCOL - 1, "sidecar")):
             code, answer = refusal_of(door, wire.encode_frame(wire.Hello(protocol, identity())))
             assert code == "protocol"
@@ -227,8 +236,8 @@ def test_another_protocol_is_refused_with_the_side_to_upgrade(at_the_door):
     at_the_door(body)
 
 
-def test_more_ranks_than_allowed_are_told_to_come_back(at_the_door):
-    async def body(door):
+def test_more_ranks_than_allowed_are_told_to_come_back(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         for number in range(2):
             door.take(hello(identity(0, f"life-{number}")))
         code, answer = refusal_of(door, hello(identity(0, "life-2")))
@@ -238,8 +247,8 @@ def test_more_ranks_than_allowed_are_told_to_come_back(at_the_door):
     at_the_door(body, ranks_max=2)
 
 
-def test_a_full_queue_makes_readers_wait_until_the_disk_has_caught_up(at_the_door):
-    async def body(door):
+def test_a_full_queue_makes_readers_wait_until_the_disk_has_caught_up(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
         door.take(hello(), batch_message(0, 50))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(door.intake.room(), 0)
@@ -249,8 +258,8 @@ def test_a_full_queue_makes_readers_wait_until_the_disk_has_caught_up(at_the_doo
     at_the_door(body, queue_bytes=1024)
 
 
-def test_a_hello_is_journalled_once_however_often_it_is_said(at_the_door, tmp_path):
-    async def body(door):
+def test_a_hello_is_journalled_once_however_often_it_is_said(at_the_door: AtTheDoor, tmp_path: Path) -> None:
+    async def body(door: Door) -> None:
         for _ in range(3):
             door.take(hello())
         door.take(batch_message(0, 1))
@@ -261,6 +270,6 @@ def test_a_hello_is_journalled_once_however_often_it_is_said(at_the_door, tmp_pa
     assert len(list(read_journal(tmp_path / "journal"))) == 2
 
 
-def test_answers_to_refusals_say_so_on_the_wire():
+def test_answers_to_refusals_say_so_on_the_wire() -> None:
     refusal = Refusal("why", -1.0, "life-1", RANK, 9)
     assert wire.decode_downward(wire.encode_frame(refusal)) == refusal

@@ -2,6 +2,9 @@
 
 import os
 import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from service_records import carried_in, identity
@@ -21,12 +24,18 @@ from stagewatch.monitor.journal import (
 class Opened:
     """A journal whose durable tickets can be waited for."""
 
-    def __init__(self, directory, carried=(), segment_bytes=1 << 20, keep_bytes=1 << 30):
-        self.tickets = []
+    def __init__(
+        self,
+        directory: Path,
+        carried: Sequence[Carried] = (),
+        segment_bytes: int = 1 << 20,
+        keep_bytes: int = 1 << 30,
+    ) -> None:
+        self.tickets: list[bytes] = []
         self.offered = 0
         self.positions = list(carried)
         self._arrived = threading.Condition()
-        self.journal = Journal(
+        self.journal: Journal[bytes] = Journal(
             directory,
             durable=self._durable,
             carried=lambda: self.positions,
@@ -34,33 +43,33 @@ class Opened:
             keep_bytes=keep_bytes,
         )
 
-    def write(self, *payloads):
+    def write(self, *payloads: bytes) -> None:
         """Offer, and wait until everything offered is durable."""
         self.offer(*payloads)
         with self._arrived:
             assert self._arrived.wait_for(lambda: len(self.tickets) == self.offered, 30)
 
-    def offer(self, *payloads):
+    def offer(self, *payloads: bytes) -> None:
         for payload in payloads:
             self.offered += 1
             self.journal.offer(Entry(EntryKind.BATCH, 7, payload), payload)
 
-    def _durable(self, group):
+    def _durable(self, group: Sequence[bytes]) -> None:
         with self._arrived:
             self.tickets += group
             self._arrived.notify_all()
 
 
-def payloads_in(directory):
+def payloads_in(directory: Path) -> list[bytes]:
     return [entry.payload for entry in read_journal(directory) if entry.kind is EntryKind.BATCH]
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-def written(directory, *payloads, **keywords):
+def written(directory: Path, *payloads: bytes, **keywords: Any) -> Opened:
     opened = Opened(directory, **keywords)
     opened.journal.start()
     opened.write(*payloads)
@@ -68,7 +77,7 @@ def written(directory, *payloads, **keywords):
     return opened
 
 
-def test_entries_come_back_in_order_with_their_times(directory):
+def test_entries_come_back_in_order_with_their_times(directory: Path) -> None:
     opened = written(directory, b"one", b"two" * 1000, b"")
     assert opened.tickets == [b"one", b"two" * 1000, b""]
     assert list(Opened(directory).journal.recover()) == [
@@ -78,13 +87,13 @@ def test_entries_come_back_in_order_with_their_times(directory):
     ]
 
 
-def test_files_are_private(directory):
+def test_files_are_private(directory: Path) -> None:
     written(directory, b"one")
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in segments_in(directory)} == {0o600}
 
 
-def test_everything_that_waits_is_synced_together(directory):
+def test_everything_that_waits_is_synced_together(directory: Path) -> None:
     # GIVEN a journal whose first group is on its way
     opened = Opened(directory)
     opened.journal.start()
@@ -92,20 +101,20 @@ def test_everything_that_waits_is_synced_together(directory):
     syncs = opened.journal.health.syncs
     # WHEN many entries are offered while the thread is held up
     with opened._arrived:
-        opened.journal.offer(Entry(EntryKind.BATCH, 7, b"holds the thread in durable"), b"x")
+        opened.offer(b"holds the thread in durable")
         while opened.journal.health.syncs == syncs:
             os.sched_yield()
-        for number in range(50):
-            opened.journal.offer(Entry(EntryKind.BATCH, 7, b"%d" % number), number)
+        numbers = [b"%d" % number for number in range(50)]
+        opened.offer(*numbers)
         assert opened.journal.bytes_waiting > 0
     opened.journal.close()
     # THEN one sync covers them all
     assert opened.journal.health.syncs == syncs + 2
-    assert opened.tickets[2:] == list(range(50))
+    assert opened.tickets[2:] == numbers
     assert opened.journal.bytes_waiting == 0
 
 
-def test_a_torn_tail_is_cut_off_wherever_it_tore(directory, tmp_path):
+def test_a_torn_tail_is_cut_off_wherever_it_tore(directory: Path, tmp_path: Path) -> None:
     written(directory, b"whole", b"torn entry")
     (path,) = segments_in(directory)
     content = path.read_bytes()
@@ -118,7 +127,7 @@ def test_a_torn_tail_is_cut_off_wherever_it_tore(directory, tmp_path):
         assert path.stat().st_size == sound
 
 
-def test_a_torn_tail_of_rubbish_is_cut_off(directory):
+def test_a_torn_tail_of_rubbish_is_cut_off(directory: Path) -> None:
     written(directory, b"whole")
     (path,) = segments_in(directory)
     size = path.stat().st_size
@@ -129,7 +138,7 @@ def test_a_torn_tail_of_rubbish_is_cut_off(directory):
     assert (journal.damaged_bytes, path.stat().st_size) == (100, size)
 
 
-def test_damage_costs_the_rest_of_its_segment_and_no_other(directory):
+def test_damage_costs_the_rest_of_its_segment_and_no_other(directory: Path) -> None:
     # GIVEN two segments of two entries
     written(directory, b"a1", b"a2")
     written(directory, b"b1", b"b2")
@@ -145,7 +154,7 @@ def test_damage_costs_the_rest_of_its_segment_and_no_other(directory):
     assert first.read_bytes() == bytes(content)
 
 
-def test_each_segment_begins_with_the_positions_so_old_ones_can_go(directory):
+def test_each_segment_begins_with_the_positions_so_old_ones_can_go(directory: Path) -> None:
     # GIVEN small segments and little to keep
     opened = Opened(directory, segment_bytes=1000, keep_bytes=3000)
     opened.journal.start()
@@ -164,7 +173,7 @@ def test_each_segment_begins_with_the_positions_so_old_ones_can_go(directory):
     assert position == Carried(identity(), int(left[0][:3]))
 
 
-def test_a_start_never_writes_into_an_old_segment(directory):
+def test_a_start_never_writes_into_an_old_segment(directory: Path) -> None:
     written(directory, b"one")
     (first,) = segments_in(directory)
     content = first.read_bytes()
@@ -173,7 +182,7 @@ def test_a_start_never_writes_into_an_old_segment(directory):
     assert payloads_in(directory) == [b"one", b"two"]
 
 
-def test_a_disk_that_comes_back_gets_everything_once(tmp_path):
+def test_a_disk_that_comes_back_gets_everything_once(tmp_path: Path) -> None:
     # GIVEN a journal whose directory vanishes
     directory = tmp_path / "journal"
     opened = Opened(directory, segment_bytes=1)
