@@ -19,8 +19,8 @@ class MirrorBehind:
     SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "the mirror's lead, up to the drafts in flight"
     REMEDY: ClassVar = (
-        "The blamed rank counts tokens that the scheduler knows were rejected, and writes KV at wrong positions. "
-        "Restart the engine; look at how this rank consumes num_rejected."
+        "A rank counts tokens that the scheduler knows were rejected, or the scheduler took some off twice. "
+        "Restart the engine; look at how num_rejected is consumed and what becomes of results of preempted requests."
     )
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
@@ -28,25 +28,33 @@ class MirrorBehind:
         window = chunk.inputs
         if window is None:
             return
-        reference = window.blocks[-1]
-        for index, block in zip(window.indices, window.blocks, strict=True):
-            for row in np.flatnonzero(block.mirror < block.computed).tolist():
-                at, in_step = window.locate(row)
-                rank = group.number(index)
-                yield Finding(
-                    check=self.NAME,
-                    severity=Severity.WARNING,
-                    step=int(window.steps[at]),
-                    phase=Phase.INPUTS,
-                    text=f"rank {rank}'s device count {int(block.computed[row])} overtook its mirror "
-                    f"{int(block.mirror[row])}",
-                    remedy=self.REMEDY,
-                    request=int(reference.request[row]),
-                    life=life_of(reference, row),
-                    row=in_step,
-                    ranks=(rank,),
-                    blamed=(rank,),
-                    fields=("num_computed",),
-                    values=(Value(rank, "num_computed", str(int(block.computed[row]))),),
-                    t_ns=int(block.t_ns[at]),
-                )
+        behind = [block.mirror < block.computed for block in window.blocks]
+        block = window.blocks[-1]
+        for row in np.flatnonzero(np.logical_or.reduce(behind)).tolist():
+            at, in_step = window.locate(row)
+            wrong = [place for place, found in enumerate(behind) if found[row]]
+            numbers = group.numbers([window.indices[place] for place in wrong])
+            counts = [(each.computed[row], each.mirror[row]) for each in window.blocks]
+            told = ", ".join(
+                f"{counts[p][0]} > {counts[p][1]} on rank {n}" for p, n in zip(wrong, numbers, strict=True)
+            )
+            yield Finding(
+                check=self.NAME,
+                severity=Severity.WARNING,
+                step=int(window.steps[at]),
+                phase=Phase.INPUTS,
+                text=f"the device's count overtook the host's mirror: {told}",
+                remedy=self.REMEDY,
+                request=int(block.request[row]),
+                life=life_of(block, row),
+                row=in_step,
+                ranks=numbers,
+                # Where it is so on every rank, the mirror that the scheduler sends to all of them may be what is wrong.
+                blamed=numbers if len(wrong) < len(behind) else (),
+                fields=("num_computed", "num_computed_mirror"),
+                values=tuple(
+                    Value(number, "num_computed", str(counts[p][0]))
+                    for p, number in zip(wrong, numbers, strict=True)
+                ),
+                t_ns=min(int(each.t_ns[at]) for each in window.blocks),
+            )

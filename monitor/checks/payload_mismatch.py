@@ -68,11 +68,14 @@ class PayloadMismatch:
         if not waiting:
             return None
         first, last = int(consumed.step[0]), int(consumed.step[-1])
-        parts = [
-            slice_steps(block, *(int(i) for i in np.searchsorted(block.step, [first, last + 1])))
-            for block in waiting
-            if block.step[-1] >= first and block.step[0] <= last
-        ]
+        parts: list[PayloadBlock] = []
+        for block in reversed(waiting):
+            if block.step[-1] < first:
+                break
+            a, b = (int(place) for place in np.searchsorted(block.step, [first, last + 1]))
+            if a < b:
+                parts.append(slice_steps(block, a, b))
+        parts.reverse()
         return join(parts) if parts else None
 
     def _differs(

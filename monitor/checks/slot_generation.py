@@ -18,7 +18,9 @@ class SlotGeneration:
 
     NAME: ClassVar = "slot-generation"
     COMPARES: ClassVar = "a slot's generation and owner when a payload was received and when it was written"
-    SEVERITY: ClassVar = "critical where the slot has a new owner; warning where it has none yet, or one without a new generation"
+    SEVERITY: ClassVar = (
+        "critical where the slot has a new owner; warning where it has none, or one of the same generation"
+    )
     EXCEPTIONS: ClassVar = (
         "payloads that the generation check dropped; slot numbers that differ between ranks"
     )

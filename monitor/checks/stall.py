@@ -129,7 +129,7 @@ def across_replicas(replicas: Sequence[Progress]) -> Iterator[tuple[int, Finding
                 step=replica.newest_step + 1,
                 phase=Phase.CALLS,
                 text=f"{_named(numbers)} of replica {replica.group.dp} did not enter "
-                f"{call.size if call else 'the call that replicas share'}, in which replica {ahead.group.dp} waits{joined}",
+                f"{call.size if call else 'a shared call'}, where replica {ahead.group.dp} waits{joined}",
                 remedy=Stall.REMEDY,
                 ranks=numbers,
                 blamed=numbers,
