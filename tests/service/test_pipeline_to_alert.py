@@ -93,7 +93,6 @@ def test_a_broken_mask_is_caught_and_a_sound_engine_is_left_alone(stage: Any) ->
     assert {incident["request"] for incident in incidents} == excluded
     assert {incident["check"] for incident in incidents} == {"excluded-row"}
     assert {tuple(incident["blamed"]) for incident in critical.values()} == {(0,)}
-    assert max(incident["latency_steps"] for incident in critical.values()) <= 2 + 2
     assert broken_state["verdicts"]["DIVERGED"] > 0
 
     live = reports(incidents, "lab-broken")
