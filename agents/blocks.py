@@ -198,13 +198,19 @@ def slice_steps(block: B, first: int, end: int) -> B:
     if first == 0 and end == len(block.seq):
         return block
     columns: list[Any] = []
+    rows: slice | None = None
     for field in fields(block):
         values = getattr(block, field.name)
         if field.name in block.STEP_COLUMNS:
             columns.append(values[first:end])
-        else:
+        elif field.name.startswith("raw_"):
             offsets = list_offsets(block, field.name)
             columns.append(values[offsets[first] : offsets[end]])
+        else:
+            if rows is None:
+                offsets = list_offsets(block, field.name)
+                rows = slice(offsets[first], offsets[end])
+            columns.append(values[rows])
     return type(block)(*columns)
 
 
