@@ -79,7 +79,7 @@ def incident_id(instance: str, dp: int, check: str, request: str, step: int) -> 
 
 
 class Report(msgspec.Struct, frozen=True):
-    """An incident as the outputs show it: without wall clock, so that replay equals live byte for byte."""
+    """An incident as the outputs show it: without what depends on the moment, so that replay equals live."""
 
     id: str
     check: str
@@ -87,7 +87,6 @@ class Report(msgspec.Struct, frozen=True):
     request: str
     first_bad_step: int
     last_good_step: int
-    last_bad_step: int
     ranks: tuple[int, ...]
     blamed: tuple[int, ...]
     fields: tuple[str, ...]

@@ -54,6 +54,8 @@ class Shown(Report, frozen=True):
 
     number: int
     """Order of arrival in this store; newer is larger."""
+    last_bad_step: int
+    """The newest bad step when this was last told; later ones that change nothing else are not told."""
     latency_steps: int
     first_bad_ns: int
     raised_ns: int
@@ -237,6 +239,7 @@ def _show(number: int, incident: Incident) -> Shown:
     return Shown(
         **{name: getattr(lasting, name) for name in Report.__struct_fields__},
         number=number,
+        last_bad_step=incident.last_bad_step,
         latency_steps=incident.latency_steps,
         first_bad_ns=incident.first_bad_ns,
         raised_ns=incident.raised_ns,
