@@ -101,7 +101,7 @@ def test_a_healthy_engine_is_silent_and_the_next_life_is_caught(
     rings = tmp_path / "rings"
     serve(models, rings)
     healthy = wait_for(lambda: compared(collector, 0), "the healthy engine was compared")
-    assert set(healthy["verdicts"]) == {"CONSISTENT"}
+    assert {verdict for verdict, rows in healthy["verdicts"].items() if rows} == {"CONSISTENT"}
     assert collector.get("/v1/incidents").json()["incidents"] == []
 
     serve(models, rings, fault="old-mask")
