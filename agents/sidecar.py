@@ -24,6 +24,8 @@ log = logging.getLogger("stagewatch.sidecar")
 SCAN_S: Final = 0.5
 POLL_S_MIN: Final = 0.002
 POLL_S_MAX: Final = 0.05
+PAUSE_PER_WORK: Final = 4.0
+"""Seconds of pause for each second of CPU a round took; the pause is bounded by `POLL_S_MAX` all the same."""
 GONE_S_MAX: Final = 60.0
 """A ring whose file was removed is kept in memory for so long while it waits to be acknowledged."""
 
@@ -161,10 +163,14 @@ class Sidecar:
         pause_s = POLL_S_MIN
         while True:
             busy = False
+            began = time.thread_time()
             for tail in list(self.tails.values()):
                 if tail.read(self._settings.held_bytes // len(self.tails)):
                     busy = True
                     self._shipper.wake()
                     await asyncio.sleep(0)
-            pause_s = POLL_S_MIN if busy else min(pause_s * 2, POLL_S_MAX)
-            await asyncio.sleep(pause_s)
+            # A frame of three steps costs little more than one of a single step: the dearer a round, the longer
+            # the pause, and the more steps share the next one.
+            spent_s = time.thread_time() - began
+            pause_s = max(POLL_S_MIN, spent_s * PAUSE_PER_WORK) if busy else min(pause_s * 2, POLL_S_MAX)
+            await asyncio.sleep(min(pause_s, POLL_S_MAX))
