@@ -6,8 +6,8 @@ In this order:
    now. Whoever holds something else is wrong, the last stage included. If nobody holds it, nobody can tell.
 2. Sampled tokens and draft blocks come from the last stage. If its TP ranks agree, it is the authority; but not
    before a request's first sampling step, when no rank has them from there.
-3. Among more than two ranks a strict majority blames the minority; but where what is compared came with a
-   broadcast, earlier stages do not outvote the last one: they all took it from there, and may err alike.
+3. Among more than two ranks a strict majority blames the minority; but where what is compared may have come with
+   a broadcast, earlier stages do not outvote the last one: they all took it from there, and may err alike.
 4. Otherwise the disagreement is named and nobody is blamed.
 """
 

@@ -27,7 +27,7 @@ INCIDENTS_MAX: Final = 10_000
 ALIASES_MAX: Final = 50_000
 HARMED_TOLD_MAX: Final = 8
 """Requests named in the chain of an incident that is no single request's."""
-FLOOD_MAX: Final = 64
+FLOOD_MAX: Final = 200
 """Incidents of one check and severity that may open within `FLOOD_STEPS`; more share one."""
 FLOOD_STEPS: Final = 256
 FLOODED_MAX: Final = 100_000
@@ -159,6 +159,9 @@ class Correlator:
             if len(self._flooded) > FLOODED_MAX:
                 self._flooded.popitem(last=False)
             found.harmed.add(key)
+            if finding.absolves:
+                # Else what follows from it would be told as if it had a cause of its own, and somebody be blamed.
+                self._name_alias(key, found)
         agreed = tuple(rank for rank in found.incident.blamed if rank in finding.blamed)
         found.incident = msgspec.structs.replace(
             found.incident,
@@ -278,6 +281,9 @@ class Correlator:
         """A request suffers from what the whole engine did: say so, and blame nobody anew."""
         incident = found.incident
         changes: dict[str, Any] = {"last_bad_step": max(incident.last_bad_step, finding.step)}
+        raised = finding.severity > incident.severity
+        if raised:
+            changes |= {"severity": finding.severity, "raised_ns": context.now_ns}
         if key not in found.harmed and len(found.harmed) < HARMED_TOLD_MAX:
             found.harmed.add(key)
             link = Link(finding.step, f"request {context.request_id}: {finding.text}")
@@ -286,6 +292,9 @@ class Correlator:
         if changed == incident:
             return None
         found.incident = changed
+        found.critical_step = found.critical_step or _critical(finding)
+        if raised:
+            return "raised", changed
         return ("updated", changed) if "chain" in changes else None
 
 

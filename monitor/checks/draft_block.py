@@ -53,5 +53,6 @@ class DraftBlock:
             (("draft_tokens", "draft_digest"),),
             expected=expected,
             sampled=sampled_before(window, row, history),
+            relayed=True,
             text=text,
         )

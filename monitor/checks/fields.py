@@ -23,10 +23,14 @@ def previous_broadcast(window: InputsWindow, row: int, history: History) -> tupl
 
 
 def sampled_before(window: InputsWindow, row: int, history: History) -> bool:
-    """Whether the last stage has sampled for the row's request already: else its tokens come from elsewhere."""
+    """Whether the last stage is known to have run the row's request before, with every step since on record.
+
+    Else its tokens may come from elsewhere, or a step that would explain the difference may be missing.
+    """
     block = window.blocks[-1]
     step = int(window.steps[window.locate(row)[0]])
-    return history.previous(int(block.request[row]), life_of(block, row), step) is not None
+    seen = history.previous(int(block.request[row]), life_of(block, row), step)
+    return seen is not None and history.complete(seen.step, step)
 
 
 def difference(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import FEED_IS_STATE
 from stagewatch.monitor.checks.base import Finding
-from stagewatch.monitor.checks.fields import difference, previous_broadcast, sampled_before
+from stagewatch.monitor.checks.fields import difference, previous_broadcast
 from stagewatch.monitor.history import History
 from stagewatch.monitor.windows import InputsWindow
 
@@ -57,7 +57,7 @@ class InputDivergence:
             fields,
             expected=expected,
             sampled=False,
-            relayed=sampled_before(window, row, history),
+            relayed=not block.prefilling[row],
             text="ranks feed different inputs",
         )
         return found if judge else _by_own_state(found, window, row)

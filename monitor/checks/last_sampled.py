@@ -41,5 +41,6 @@ class LastSampled:
             (("last_sampled_tokens", "last_digest"),),
             expected=broadcast[1].last_digest if broadcast else None,
             sampled=sampled_before(window, row, history),
+            relayed=True,
             text="ranks hold different last sampled tokens",
         )

@@ -61,12 +61,20 @@ class Stall:
     def _finding(self, progress: Progress, heard: Sequence[RankProgress], owed: list[Owed]) -> Finding:
         group = progress.group
         blamed, call = _culprits(heard, owed)
+        if len(heard) < len(progress.ranks) or any(rank.lossy for rank in heard):
+            blamed = ()  # who waits for whom is not known of everybody
         behind = min(rank.newest_step for rank in heard)
         missing = blamed or tuple(
             sorted({i for each in owed for i in each.absent})
             or [rank.index for rank in heard if rank.newest_step == behind]
         )
-        what = f"did not enter {call.size} of step {call.step}" if call else f"stands at step {behind}"
+        what = f"stands at step {behind}"
+        if call is not None:
+            what = (
+                _what(call)
+                if blamed or any(each.absent for each in owed)
+                else f"wait in unequal calls: {call.size}"
+            )
         joined = (
             f"; joined the batch: {', '.join(progress.newest_requests)}" if progress.newest_requests else ""
         )
@@ -148,6 +156,12 @@ def _named(numbers: Sequence[int]) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
+def _what(call: Entry) -> str:
+    if call.op in POINT_TO_POINT:
+        return f"did not come to the other end of {call.size} of step {call.step}"
+    return f"did not enter {call.size} of step {call.step}"
+
+
 def _alive(rank: RankProgress, now_ns: int) -> bool:
     return rank.identity is not None and now_ns - rank.heard_ns <= STALL_NS
 
@@ -165,7 +179,9 @@ def _owed(progress: Progress, heard: Sequence[RankProgress]) -> Iterator[Owed]:
         members = _members(progress, rank, call)
         place = _place(rank, call)
         absent = tuple(i for i in members if i in by_index and not _entered(by_index[i], call, place))
-        if not absent or any(by_index[i].lossy for i in absent):
+        if any(by_index[i].lossy for i in absent):
+            continue
+        if not absent and not any(i in by_index and _apart(by_index[i], call, place) for i in members):
             continue
         key = (call.group, call.step, place, absent)
         before = found.get(key)
@@ -205,6 +221,14 @@ def _entered(rank: RankProgress, call: Entry, place: int) -> bool:
             for each in rank.calls
         )
     return _place(rank, call) >= place
+
+
+def _apart(rank: RankProgress, call: Entry, place: int) -> bool:
+    """Whether a rank entered something else, or something of another size, where ``call`` was due: neither ends."""
+    if call.op in POINT_TO_POINT:
+        return False
+    own = [each for each in rank.calls if each.step == call.step and _kind(each) == _kind(call)]
+    return len(own) >= place and (own[place - 1].what, own[place - 1].numel) != (call.what, call.numel)
 
 
 def _culprits(heard: Sequence[RankProgress], owed: list[Owed]) -> tuple[tuple[int, ...], Entry | None]:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -137,10 +138,21 @@ class Run:
                 return step, check
         return None
 
-    def consumed(self, rank: Rank, at: int) -> Iterator[Payload]:
+    def stale_rows(self, rank: Rank, at: int) -> Iterator[tuple[int, int]]:
+        """(step sent, request key) of what a rank wrote before step ``at`` into slots that had been released."""
         for record in self.records[rank]:
             if record.kind is Kind.CONSUMED and isinstance(record.body, Payload) and record.body.at == at:
-                yield record.body
+                body = record.body
+                for row in np.flatnonzero((body.applied != 0) & (body.generation != body.generation_now)):
+                    yield record.step, int(body.request[row])
+
+    def life_at(self, request: str, step: int) -> tuple[int, int]:
+        """The life in which a request ran at a step."""
+        return next(
+            life
+            for (name, life), rows in self.rows.items()
+            if name == request and any(own == step for _, own, _ in rows)
+        )
 
 
 def _fed(body: Inputs, row: int) -> tuple[list[int], list[int]]:
@@ -211,6 +223,25 @@ def feed_cut(run: Run, watch: Watch, seed: int, records_max: int = 200) -> None:
         at[rank] = end
         if end == left[rank]:
             del left[rank]
+
+
+def feed_lossy(run: Run, watch: Watch, seed: int, *, share: float = 0.02) -> int:
+    """As `feed_cut`, but stretches of records are gone from any rank's ring; returns how many records."""
+    rng = random.Random(seed)
+    left = {rank: len(own) for rank, own in run.records.items() if own}
+    hello(run, watch)
+    at, lost_all = dict.fromkeys(left, 0), 0
+    while left:
+        rank = rng.choice(list(left))
+        lost = rng.randint(1, rng.choice((2, 8, 60))) if rng.random() < share else 0
+        lost = min(lost, left[rank] - at[rank] - 1)
+        end = min(at[rank] + lost + rng.randint(1, 60), left[rank])
+        take(run, watch, rank, at[rank] + lost, end, lost)
+        lost_all += lost
+        at[rank] = end
+        if end == left[rank]:
+            del left[rank]
+    return lost_all
 
 
 def beat(run: Run, watch: Watch, now_ns: int, ranks: Iterable[Rank] | None = None) -> None:
@@ -310,13 +341,7 @@ def _first_per_life(run: Run, *, consumed: bool) -> dict[tuple[str, tuple[int, i
             if request != one.request_id:
                 continue
             steps = [step for _, step, _ in rows]
-            later = [s for s in steps if s >= one.step]
-            inside = (
-                one.step in steps
-                if not consumed
-                else steps[0] < one.step and _lives_at(run, request, life, one.step)
-            )
-            if inside or (not consumed and not later and False):
+            if one.step in steps if not consumed else _lives_at(run, request, life, one.step):
                 before = found.get((request, life))
                 if before is None or one.step < before[0].step:
                     found[request, life] = [one]
@@ -356,27 +381,30 @@ def _old_mask(run: Run) -> Iterator[Expected]:
 
 
 def _stale_slot(run: Run) -> Iterator[Expected]:
-    """The slot's owner is harmed; where the slot is free, the payload's own request gets a warning."""
-    incidents: dict[tuple[str, tuple[int, int]], Expected] = {}
-    owned = {(one.step, one.rank) for one in run.injections if one.request_id}
-    for (request, life), own in _first_per_life(run, consumed=True).items():
-        incidents[request, life] = Expected(
-            "slot-generation", request, own[0].step, _numbers(run, own), "critical"
-        )
-    del owned
-    for one in run.injections:
-        if one.request_id or one.rank is None:
-            continue
-        for body in run.consumed(one.rank, one.step):
-            for row in np.flatnonzero((body.applied != 0) & (body.generation != body.generation_now)):
-                request = run.names[int(body.request[row])]
-                began = [
-                    (rows[0][1], life)
-                    for (name, life), rows in run.rows.items()
-                    if name == request and rows[0][1] < one.step
-                ]
-                del began
-    yield from incidents.values()
+    """The slot's new owner is harmed; where the slot is free, the payload's own request gets a warning."""
+    harmed = _first_per_life(run, consumed=True)
+    for (request, _), own in harmed.items():
+        yield Expected("slot-generation", request, own[0].step, _numbers(run, own), "critical")
+    free: dict[tuple[str, tuple[int, int]], list[Injection]] = {}
+    for (step, rank), struck in _by_step_and_rank(run.injections).items():
+        # Injections of one consumption are written down in the order of its rows.
+        for one, (sent, key) in zip(struck, run.stale_rows(rank, step), strict=True):
+            if not one.request_id:
+                free.setdefault((run.names[key], run.life_at(run.names[key], sent)), []).append(one)
+    for (request, life), own in free.items():
+        if (request, life) in harmed:
+            continue  # the same life is told of already, and worse
+        first = min(one.step for one in own)
+        blamed = _numbers(run, own)
+        yield Expected("slot-generation", request, first, blamed, "warning")
+
+
+def _by_step_and_rank(injections: Iterable[Injection]) -> dict[tuple[int, Rank], list[Injection]]:
+    found: dict[tuple[int, Rank], list[Injection]] = {}
+    for one in injections:
+        if one.rank is not None:
+            found.setdefault((one.step, one.rank), []).append(one)
+    return found
 
 
 def _engine(check: str, severity: str = "critical", *, majority: bool = True) -> object:
@@ -392,7 +420,7 @@ def _engine(check: str, severity: str = "critical", *, majority: bool = True) ->
 
 def _cadence(run: Run) -> Iterator[Expected]:
     for (request, life), rows in run.rows.items():
-        for (dp, before, row), (_, step, after) in zip(rows, rows[1:], strict=False):
+        for (dp, before, row), (_, step, after) in pairwise(rows):
             one, other = _last(run, dp, before), _last(run, dp, step)
             samples = one.mirror[row] + one.scheduled[row] >= one.prefill_len[row]
             if samples and not other.prefilling[after] and other.tick - one.tick < run.sim.sizes.pp:
