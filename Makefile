@@ -48,7 +48,7 @@ lint: setup ## formatting, lint, types, import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	cd build/src && ../../$(BIN)/lint-imports --config ../../pyproject.toml
+	cd build/src && ../../$(BIN)/lint-imports ../../pyproject.toml
 
 format: setup ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .

@@ -61,10 +61,13 @@ class TestRecordedTraces:
             "incidents": [],
         }
 
-    def test_the_old_mask_gives_one_critical_incident_and_two_notices(self, replay: Callable[..., Outcome]) -> None:
+    def test_the_old_mask_gives_one_critical_incident_and_two_notices(
+        self, replay: Callable[..., Outcome]
+    ) -> None:
         outcome = replay(*TRACES.glob("old-mask-*"), "--json")
         told = [
-            (i["check"], i["severity"], i["request"], i["first_bad_step"], i["blamed"]) for i in outcome.json["incidents"]
+            (i["check"], i["severity"], i["request"], i["first_bad_step"], i["blamed"])
+            for i in outcome.json["incidents"]
         ]
         assert outcome.status == 1
         assert told == [
@@ -94,7 +97,10 @@ class TestRecordedTraces:
         assert replay(TRACES, "--json").json["steps"] == 70
 
     def test_naming_a_file_twice_changes_nothing(self, replay: Callable[..., Outcome]) -> None:
-        assert replay(TRACES, TRACES / "good-pp2-eagle7.rank0.jsonl", "--json").json == replay(TRACES, "--json").json
+        assert (
+            replay(TRACES, TRACES / "good-pp2-eagle7.rank0.jsonl", "--json").json
+            == replay(TRACES, "--json").json
+        )
 
     def test_the_text_fits_a_narrow_terminal(
         self, replay: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
@@ -119,7 +125,9 @@ class TestAlteredTraces:
             ("payload-mismatch", "critical", 5, [0])
         ]
 
-    def test_undefined_token_columns_may_hold_anything(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_undefined_token_columns_may_hold_anything(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
 
         def alter(line: dict[str, Any]) -> None:
@@ -187,7 +195,7 @@ class TestUnusableInput:
         assert (outcome.status, "holds no trace" in outcome.err) == (2, True)
 
     def test_a_rank_that_is_missing_is_named(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
-        first, last = copied("good-pp2-eagle7", tmp_path)
+        _, last = copied("good-pp2-eagle7", tmp_path)
         shutil.copy(last, tmp_path / "good-pp2-eagle7.rank2.jsonl")
         last.unlink()
         outcome = replay(tmp_path)
