@@ -104,6 +104,7 @@ class RowCheck(Protocol):
     """Compares ranks' inputs, row by row."""
 
     NAME: ClassVar[str]
+    INVARIANT: ClassVar[str]
     COMPARES: ClassVar[str]
     SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]
@@ -122,6 +123,7 @@ class ChunkCheck(Protocol):
     """Looks at whole chunks."""
 
     NAME: ClassVar[str]
+    INVARIANT: ClassVar[str]
     COMPARES: ClassVar[str]
     SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]

@@ -14,6 +14,7 @@ class BatchDisagreement:
     """Rows of a broadcast are matched by their place in the batch, so batches must be equal."""
 
     NAME: ClassVar = "batch-disagreement"
+    INVARIANT: ClassVar = "I9"
     COMPARES: ClassVar = (
         "ordered requests, scheduled counts and draft counts of every step, between all ranks"
     )

@@ -15,6 +15,7 @@ class Cadence:
     """Two sampling steps of a request are at least pp_size iterations apart."""
 
     NAME: ClassVar = "decode-cadence"
+    INVARIANT: ClassVar = "I11"
     COMPARES: ClassVar = (
         "iterations between two steps of a request of which the first may sample and the second decodes"
     )

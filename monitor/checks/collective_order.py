@@ -25,6 +25,7 @@ class CollectiveOrder:
     """Ranks that share a communicator must enter the same calls, of the same size, in the same order."""
 
     NAME: ClassVar = "collective-order"
+    INVARIANT: ClassVar = "I7"
     COMPARES: ClassVar = "per communicator and step, the ordered operations with element count and dtype"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (

@@ -14,6 +14,7 @@ class Configuration:
     """Ranks of one engine run the same engine with the same settings."""
 
     NAME: ClassVar = "configuration"
+    INVARIANT: ClassVar = "I13"
     COMPARES: ClassVar = (
         "engine version, broadcast variant, K, vocabulary, model length and each rank's fingerprints"
     )

@@ -18,6 +18,7 @@ class CountContinuity:
     """Computed before, plus scheduled, less rejected, is what must be computed now."""
 
     NAME: ClassVar = "count-continuity"
+    INVARIANT: ClassVar = "I5"
     COMPARES: ClassVar = "the device's num_computed with what follows from the request's last step"
     SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = (

@@ -16,6 +16,7 @@ class DraftBlock:
     """Ranks must hold the block that the last stage proposed at the row's previous step."""
 
     NAME: ClassVar = "draft-block"
+    INVARIANT: ClassVar = "I4"
     COMPARES: ClassVar = "the draft tokens that a step uses, between all ranks"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "columns beyond the row's draft count: they are padding, and no step uses them"

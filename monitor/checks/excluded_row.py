@@ -32,6 +32,7 @@ class ExcludedRow:
     """A row that may have sampled must be in the broadcast."""
 
     NAME: ClassVar = "excluded-row"
+    INVARIANT: ClassVar = "I2"
     COMPARES: ClassVar = "the engine's mask with the fixed mask, and what is scheduled after"
     SEVERITY: ClassVar = (
         "notice when dropped; warning when scheduled again; critical when its state then differs"

@@ -17,6 +17,7 @@ class InputDivergence:
     """All ranks of a step must build the same input window for a row."""
 
     NAME: ClassVar = "input-divergence"
+    INVARIANT: ClassVar = "I6"
     COMPARES: ClassVar = "input ids and positions of every row's window, between all ranks"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "none: the global batch is compared, also under prefill context parallelism"

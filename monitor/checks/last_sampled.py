@@ -15,6 +15,7 @@ class LastSampled:
     """Ranks must hold the token that the last stage sampled at the row's previous step."""
 
     NAME: ClassVar = "last-sampled-token"
+    INVARIANT: ClassVar = "I3"
     COMPARES: ClassVar = "the last sampled token of every decoding row, between all ranks"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (

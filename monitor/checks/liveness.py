@@ -60,6 +60,7 @@ class LivenessCheck(Protocol):
     """Looks at progress, about once a second."""
 
     NAME: ClassVar[str]
+    INVARIANT: ClassVar[str]
     COMPARES: ClassVar[str]
     SEVERITY: ClassVar[str]
     EXCEPTIONS: ClassVar[str]

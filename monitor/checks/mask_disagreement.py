@@ -17,6 +17,7 @@ class MaskDisagreement:
     """Sender and receivers must agree on which rows a broadcast carries, and whether there is one."""
 
     NAME: ClassVar = "mask-disagreement"
+    INVARIANT: ClassVar = "I1"
     COMPARES: ClassVar = "the engine's mask and whether it is None, between all ranks"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "steps at which batches differ: their masks differ with them"

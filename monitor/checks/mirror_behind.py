@@ -15,6 +15,7 @@ class MirrorBehind:
     """A device count above the host's mirror means that rejected drafts were not subtracted on that rank."""
 
     NAME: ClassVar = "mirror-behind"
+    INVARIANT: ClassVar = "I5"
     COMPARES: ClassVar = "the host's mirror of num_computed with the device's count, on each rank by itself"
     SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "the mirror's lead, up to the drafts in flight"

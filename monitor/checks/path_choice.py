@@ -18,6 +18,7 @@ class PathChoice:
     """TP peers run the same graph at the same padded size; every rank plans the same number of drafts."""
 
     NAME: ClassVar = "path-choice"
+    INVARIANT: ClassVar = "I13"
     COMPARES: ClassVar = "graph mode and padded size between TP peers; planned draft tokens between all ranks"
     SEVERITY: ClassVar = "warning; critical when the engine then stands still"
     EXCEPTIONS: ClassVar = "graph mode and padding of different stages; choices that the adapter does not see"

@@ -25,6 +25,7 @@ class PayloadMismatch:
     """A broadcast must arrive as it was sent and be consumed as it arrived."""
 
     NAME: ClassVar = "payload-mismatch"
+    INVARIANT: ClassVar = "I15"
     COMPARES: ClassVar = (
         "counts, defined tokens and draft blocks of a broadcast when sent, received and consumed"
     )

@@ -15,6 +15,7 @@ class PositionDrift:
     """Counts of computed tokens must be equal on all ranks once deferred updates are consumed."""
 
     NAME: ClassVar = "position-drift"
+    INVARIANT: ClassVar = "I5"
     COMPARES: ClassVar = (
         "num_computed of every row, the device's and the host's mirror, each between all ranks"
     )

@@ -14,6 +14,7 @@ class RankSilent:
     """As long as one rank of an engine is heard of, all must be: by a heartbeat at least."""
 
     NAME: ClassVar = "rank-silent"
+    INVARIANT: ClassVar = "I17"
     COMPARES: ClassVar = "when each rank was last heard of with when any was"
     SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = (

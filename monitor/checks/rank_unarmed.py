@@ -15,6 +15,7 @@ class RankUnarmed:
     """Every rank of an engine must report that it records; nothing is compared without all of them."""
 
     NAME: ClassVar = "rank-unarmed"
+    INVARIANT: ClassVar = "I17"
     COMPARES: ClassVar = "ranks heard of with the engine's parallel sizes, and each one's own word"
     SEVERITY: ClassVar = "warning"
     EXCEPTIONS: ClassVar = "the first minute after an engine's first rank was heard of"

@@ -17,6 +17,7 @@ class SlotGeneration:
     """A payload is written only while its slot still belongs to the request it was sampled for."""
 
     NAME: ClassVar = "slot-generation"
+    INVARIANT: ClassVar = "I8"
     COMPARES: ClassVar = "a slot's generation and owner when a payload was received and when it was written"
     SEVERITY: ClassVar = (
         "critical where the slot has a new owner; warning where it has none, or one of the same generation"

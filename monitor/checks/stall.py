@@ -35,6 +35,7 @@ class Stall:
     """Ranks that wait for each other and no longer move will not move again."""
 
     NAME: ClassVar = "stall"
+    INVARIANT: ClassVar = "I17"
     COMPARES: ClassVar = "the calls each rank entered, how far it has come in steps, and when it last moved"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (

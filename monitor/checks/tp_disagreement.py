@@ -23,6 +23,7 @@ class TpDisagreement:
     """Peers sample each for themselves, from what should be the same logits."""
 
     NAME: ClassVar = "tp-disagreement"
+    INVARIANT: ClassVar = "I10"
     COMPARES: ClassVar = "sampled tokens, counts and draft blocks between the last stage's TP ranks"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = "rows outside the mask; token columns beyond num_sampled; engines with tp_size 1"

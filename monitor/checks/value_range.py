@@ -28,6 +28,7 @@ class ValueRange:
     """Token ids lie in the vocabulary, positions below the model's length, counts within the draft block."""
 
     NAME: ClassVar = "value-range"
+    INVARIANT: ClassVar = "I16"
     COMPARES: ClassVar = (
         "ids and positions fed; ids and counts sent, received and consumed, on each rank by itself"
     )
