@@ -21,18 +21,20 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv with everything the tests and the demo need
 
-# torch comes first: what depends on it would otherwise choose a build of several gigabytes.
+# torch comes first: what depends on it would otherwise choose a build of several gigabytes. The warning that
+# is switched off is for layouts whose folders have the package's own name; ours are mapped (pyproject.toml).
 $(READY): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
 		|| { echo "stagewatch needs Python 3.11 to 3.13: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) 2>/dev/null \
+	@echo "making $(VENV) with $(PYTHON); torch makes this take a few minutes"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
 		|| { apt-get update -qq && apt-get install -qq -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
-	$(PIP) --upgrade pip
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(PIP) --editable '.[sidecar,monitor,lab,dev]'
-	mkdir -p build/src/stagewatch
-	for each in agents monitor dashboards; do ln -sfn ../../../$$each build/src/stagewatch/$$each; done
-	touch $@
+	@$(PIP) --upgrade pip
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@PYTHONWARNINGS=ignore $(PIP) --editable '.[sidecar,monitor,lab,dev]'
+	@mkdir -p build/src/stagewatch
+	@for each in agents monitor dashboards; do ln -sfn ../../../$$each build/src/stagewatch/$$each; done
+	@touch $@
 
 test: setup ## the default tests, under ten minutes
 	$(PYTEST)
