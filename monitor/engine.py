@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import EventBlock, Evidence
-from stagewatch.agents.identity import Identity, Rank
+from stagewatch.agents.identity import Fingerprint, Identity, Rank
 from stagewatch.agents.probe import Health
 from stagewatch.agents.record import Kind
 from stagewatch.monitor.alignment import Aligned, Aligner
@@ -36,6 +36,11 @@ NEWCOMERS_MAX: Final = 16
 
 Rows = NDArray[np.bool_]
 
+PRIVACY_FINGERPRINTS: Final = ("digest_key", "request_ids")
+"""Configuration that sidecars add: how digests and request keys were made. Ranks must not differ in it."""
+DIGESTS_DIFFER: Final = "digests_differ"
+"""Why rows are INDETERMINATE: their ranks' sidecars use different digest keys, or only some hide request ids."""
+
 CONSISTENT: Final = "CONSISTENT"
 DIVERGED: Final = "DIVERGED"
 
@@ -49,24 +54,29 @@ class Engine:
         """Steps that have a verdict."""
         self.verdicts: Counter[str] = Counter()
         """Rows by verdict; INDETERMINATE ones by reason, in lower case."""
-        self._aligner = Aligner(group)
-        self._chunk_checks: list[ChunkCheck] = [
-            check() for check in (*registry.CHUNK_CHECKS, *registry.SYMPTOM_CHECKS)
-        ]
-        self._row_checks: list[RowCheck] = [check() for check in registry.ROW_CHECKS]
-        self._history = History()
+        self._compared_to = 0
+        self._begin_comparison()
         self._correlator = Correlator(group)
         self._request_ids: OrderedDict[int, tuple[str, int]] = OrderedDict()
         """Request key -> (id, ordinal of the last step before it was given a slot)."""
         self._ranks: dict[int, RankState] = {}
         self._moved_ns: dict[int, int] = {}
-        self._books = [CallBook(self._aligner.names) for _ in group.ranks]
         self._statistics = Statistics()
         self._liveness_checks: list[LivenessCheck] = [check() for check in registry.LIVENESS_CHECKS]
         self._first_heard_ns = 0
         self._wedged = ""
         self._armed = False
         """Whether the checks that run once all ranks were heard of have run."""
+
+    def _begin_comparison(self) -> None:
+        """Forget all evidence; incidents stay. What comes next is only compared with what comes next."""
+        self._aligner = Aligner(self.group)
+        self._books = [CallBook(self._aligner.names) for _ in self.group.ranks]
+        self._chunk_checks: list[ChunkCheck] = [
+            check() for check in (*registry.CHUNK_CHECKS, *registry.SYMPTOM_CHECKS)
+        ]
+        self._row_checks: list[RowCheck] = [check() for check in registry.ROW_CHECKS]
+        self._history = History()
 
     def hello(self, identity: Identity, now_ns: int) -> None:
         """A rank's stream begins, or begins again."""
@@ -76,6 +86,10 @@ class Engine:
         if known is None:
             self._ranks[index] = RankState(identity, True, "", 0, now_ns, -1.0, 0)
         else:
+            if _privacy(identity) != _privacy(known.identity):
+                self.verdicts[DIGESTS_DIFFER] += max(lane.pending_rows for lane in self._aligner.lanes)
+                self._compared_to = max(self._compared_to, self._aligner.judged)
+                self._begin_comparison()
             self._ranks[index] = replace(known, identity=identity, last_heard_ns=now_ns)
 
     def take(self, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int) -> list[Change]:
@@ -84,6 +98,8 @@ class Engine:
         state = self._ranks[index]
         if evidence.events is not None:
             state = self._events(state, evidence.events)
+        if not self._comparable():
+            evidence = self._set_aside(index, evidence)
         calls = self._aligner.push(index, evidence)
         self._books[index].add(calls)
         if evidence.inputs is not None or len(calls) or index not in self._moved_ns:
@@ -96,6 +112,16 @@ class Engine:
             lost_records=state.lost_records + evidence.lost,
         )
         return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
+
+    def _comparable(self) -> bool:
+        """Whether the ranks' digests and request keys were made alike, so that equal means equal."""
+        return len({_privacy(state.identity) for state in self._ranks.values()}) < 2
+
+    def _set_aside(self, index: int, evidence: Evidence) -> Evidence:
+        """Evidence of which nothing can be compared: its rows are counted, its heartbeats kept."""
+        if evidence.inputs is not None and index == self.group.last_stage[0]:
+            self.verdicts[DIGESTS_DIFFER] += int(evidence.inputs.rows.sum())
+        return replace(evidence, inputs=None, mask=None, sent=None, received=None, consumed=None)
 
     def finish(self, now_ns: int) -> list[Change]:
         """The evidence has ended: judge the rest."""
@@ -171,7 +197,7 @@ class Engine:
             dp=self.group.dp,
             ranks=tuple(self._ranks[index] for index in sorted(self._ranks)),
             missing=tuple(rank for index, rank in enumerate(ranks) if index not in self._ranks),
-            compared_to=self._aligner.judged,
+            compared_to=max(self._compared_to, self._aligner.judged),
             verdicts=dict(self.verdicts),
             worst=max((incident.severity for incident in self.incidents()), default=None),
             wedged=self._wedged,
@@ -313,3 +339,7 @@ def _diverged(
     rows = np.flatnonzero(_any_of(objections))
     keys = zip(block.request[rows].tolist(), lives_of(block)[rows].tolist(), strict=True)
     return zip(keys, window.row_steps[rows].tolist(), rows.tolist(), strict=True)
+
+
+def _privacy(identity: Identity) -> tuple[Fingerprint, ...]:
+    return tuple(found for found in identity.config if found.name in PRIVACY_FINGERPRINTS)
