@@ -36,13 +36,13 @@ NOT_OBSERVABLE: Final = {
     "I12": (
         "No adapter sees it. Where a recurrent state is committed is decided inside the model's own kernels and "
         "metadata builders, which differ by model and pass through none of the callables that vLLM's stages share. "
-        "Its harm is seen where it makes ranks differ in what they feed; where all ranks err alike (vLLM PR 55467) only the "
-        "statistics of acceptance and repetition move."
+        "Its harm is seen where it makes ranks differ in what they feed; where all ranks err alike (vLLM PR 55467) "
+        "only the statistics of acceptance and repetition move."
     ),
     "I14": (
         "No adapter sees it. Bitmasks are made in the scheduler's process, and neither they nor the drafts handed back "
-        "to it carry the step they belong to (vLLM issue 54437), so a worker cannot tell a stale pair from a fresh one. "
-        "A hand-off of drafts that differ between ranks is found as draft-block."
+        "to it carry the step they belong to (vLLM issue 54437), so a worker cannot tell a stale pair from a fresh "
+        "one. A hand-off of drafts that differ between ranks is found as draft-block."
     ),
 }
 
@@ -70,7 +70,7 @@ def page() -> str:
     parts += ["", "## What cannot be observed", ""]
     parts += [f"- **{name}**: {' '.join(text.split())}" for name, text in NOT_OBSERVABLE.items()]
     parts += [
-        "- **Repetition and acceptance** are symptoms, kept as statistics of an engine's state beside its verdicts. They",
+        "- **Repetition and acceptance** are symptoms, kept as statistics beside an engine's verdicts. They",
         "  never raise an incident: acceptance collapses where all ranks agree, and looks normal where they do not.",
     ]
     for title, section in _sections():
@@ -82,7 +82,7 @@ def page() -> str:
 
 def holding(invariant: str) -> list[str]:
     """Names of the checks that hold an invariant."""
-    return [check.NAME for _, section in _sections() for check in section if check.INVARIANT == invariant]
+    return [check.NAME for _, section in _sections() for check in section if invariant == check.INVARIANT]
 
 
 Check = type[LivenessCheck] | type[ChunkCheck] | type[RowCheck]

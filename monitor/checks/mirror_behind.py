@@ -12,50 +12,45 @@ from stagewatch.monitor.windows import Group, life_of
 
 
 class MirrorBehind:
-    """A device count above the host's mirror means that rejected drafts were not subtracted on that rank."""
+    """A device count above the host's mirror means that rejections were taken off the mirror twice, or not at all."""
 
     NAME: ClassVar = "mirror-behind"
     INVARIANT: ClassVar = "I5"
-    COMPARES: ClassVar = "the host's mirror of num_computed with the device's count, on each rank by itself"
-    SEVERITY: ClassVar = "warning"
-    EXCEPTIONS: ClassVar = "the mirror's lead, up to the drafts in flight"
+    COMPARES: ClassVar = "the host's mirror of num_computed with the device's count"
+    SEVERITY: ClassVar = "warning; critical when the request's inputs then differ between ranks"
+    EXCEPTIONS: ClassVar = "the mirror's lead, by drafts in flight; rows on which ranks differ (position-drift reports those)"
     REMEDY: ClassVar = (
-        "A rank counts tokens that the scheduler knows were rejected, or the scheduler took some off twice. "
-        "Restart the engine; look at how num_rejected is consumed and what becomes of results of preempted requests."
+        "The scheduler took tokens off this request's count that every rank has computed: look at what becomes of "
+        "results that return after a preemption. Nothing this request says from here on can be trusted."
     )
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
-        """Every row whose device count overtook its mirror, rank by rank."""
+        """Every row whose device count overtook its mirror on all ranks alike. No rank is to blame for that."""
         window = chunk.inputs
         if window is None:
             return
-        behind = [block.mirror < block.computed for block in window.blocks]
         block = window.blocks[-1]
-        for row in np.flatnonzero(np.logical_or.reduce(behind)).tolist():
+        behind = block.mirror < block.computed
+        if not behind.any():
+            return
+        apart = [rows for name in ("mirror", "computed") if (rows := window.differing(name)) is not None]
+        for row in np.flatnonzero(behind & ~np.logical_or.reduce([*apart, ~behind])).tolist():
             at, in_step = window.locate(row)
-            wrong = [place for place, found in enumerate(behind) if found[row]]
-            numbers = group.numbers([window.indices[place] for place in wrong])
-            counts = [(each.computed[row], each.mirror[row]) for each in window.blocks]
-            told = ", ".join(
-                f"{counts[p][0]} > {counts[p][1]} on rank {n}" for p, n in zip(wrong, numbers, strict=True)
-            )
+            numbers = group.numbers(window.indices)
+            computed, mirror = int(block.computed[row]), int(block.mirror[row])
             yield Finding(
                 check=self.NAME,
                 severity=Severity.WARNING,
                 step=int(window.steps[at]),
                 phase=Phase.INPUTS,
-                text=f"the device's count overtook the host's mirror: {told}",
+                text=f"the device counts {computed} computed tokens on every rank, the host's mirror only {mirror}",
                 remedy=self.REMEDY,
                 request=int(block.request[row]),
                 life=life_of(block, row),
                 row=in_step,
                 ranks=numbers,
-                # Where it is so on every rank, the mirror that the scheduler sends to all of them may be what is wrong.
-                blamed=numbers if len(wrong) < len(behind) else (),
-                fields=("num_computed", "num_computed_mirror"),
-                values=tuple(
-                    Value(number, "num_computed", str(counts[p][0]))
-                    for p, number in zip(wrong, numbers, strict=True)
-                ),
+                fields=("num_computed_mirror",),
+                values=tuple(Value(number, "num_computed_mirror", str(mirror)) for number in numbers),
                 t_ns=min(int(each.t_ns[at]) for each in window.blocks),
+                absolves=True,
             )

@@ -31,13 +31,14 @@ CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (
     TpDisagreement,
     PayloadMismatch,
     Cadence,
+    MirrorBehind,
     PathChoice,
     CollectiveOrder,
     MaskDisagreement,
     ExcludedRow,
 )
 ROW_CHECKS: Final[tuple[type[RowCheck], ...]] = (DraftBlock, LastSampled, PositionDrift, InputDivergence)
-SYMPTOM_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (CountContinuity, MirrorBehind, ValueRange)
+SYMPTOM_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (CountContinuity, ValueRange)
 """Chunk checks whose findings usually follow from what the others find."""
 
 ARMING_CHECKS: Final[tuple[type[LivenessCheck], ...]] = (Configuration,)

@@ -440,13 +440,20 @@ def _last(run: Run, dp: int, step: int) -> Inputs:
 def _stale_output(run: Run) -> Iterator[Expected]:
     """The scheduler takes rejections off twice: seen wherever its mirror falls below what the device counts."""
     struck = {one.request_id for one in run.injections}
-    for (request, _), rows in run.rows.items():
+    for (request, life), rows in run.rows.items():
         if request not in struck:
             continue
         for dp, step, row in rows:
             body = _last(run, dp, step)
             if body.mirror[row] < body.computed[row]:
-                yield Expected("mirror-behind", request, step, (), "warning")
+                harmed = run.divergence(request, life, step)
+                yield Expected(
+                    "mirror-behind",
+                    request,
+                    harmed[0] if harmed else step,
+                    (),
+                    "critical" if harmed else "warning",
+                )
                 break
 
 

@@ -127,8 +127,7 @@ class TestCounts:
         story, row = decoded()
         story.step(row, r1={"ahead": -1})
         (incident,) = story.incidents()
-        assert (incident.check, incident.blamed) == ("position-drift", (1,))
-        assert any("overtook" in link.text for link in incident.chain)
+        assert (incident.check, incident.blamed, len(incident.chain)) == ("position-drift", (1,), 1)
 
     def test_a_mirror_behind_on_every_rank_blames_none(self) -> None:
         story, row = decoded()
