@@ -20,6 +20,7 @@ from stagewatch.agents.engines.vllm_variants import (
     inspect_engine,
     load_engine,
 )
+from stagewatch.agents.errors import one_line
 from stagewatch.agents.settings import RING_DIR
 
 __all__ = ["Examination", "UnknownShapeError", "arming", "cadence_of", "diagnose", "examine"]
@@ -81,7 +82,12 @@ def examine(*, plugins: bool = True, environment: Mapping[str, str] = os.environ
     """Examine the vLLM of this environment, with its plugins applied as a worker would. Raises UnknownShapeError."""
     engine = load_engine()
     if plugins:
-        importlib.import_module("vllm.plugins").load_general_plugins()
+        try:
+            importlib.import_module("vllm.plugins").load_general_plugins()
+        except Exception as error:  # noqa: BLE001  # a stranger's plugin, which would end the engine, too
+            raise UnknownShapeError(
+                f"a plugin of the engine failed ({one_line(error)}): mend it, or look without plugins by --no-plugins"
+            ) from None
     version = str(importlib.import_module("vllm").__version__)
     exposures = (_speculation(), _cadence())
     return diagnose(engine, version, exposures, arming(environment))
@@ -151,9 +157,7 @@ def _speculation() -> Exposure:
         draft = create(parallel(pipeline_parallel_size=2, distributed_executor_backend="mp"), 1)
         size = int(draft.pipeline_parallel_size)
     except Exception as error:  # noqa: BLE001  # a stranger's code: what it raises is the finding
-        return Exposure(
-            name, "unknown", f"the drafter's configuration cannot be made: {type(error).__name__}: {error}"
-        )
+        return Exposure(name, "unknown", f"the drafter's configuration cannot be made: {one_line(error)}")
     if size == 1:
         return Exposure(name, "yes", "drafters run on the last stage alone and boot beside pipeline stages")
     why = "drafters are asked to be pipelined themselves: refused at boot unless theirs can be or a fork lifts that"
@@ -167,8 +171,8 @@ def _cadence() -> Exposure:
         package = "vllm.v1.core.sched"
         plain = importlib.import_module(f"{package}.scheduler").Scheduler
         asynchronous = importlib.import_module(f"{package}.async_scheduler").AsyncScheduler
-    except (ImportError, AttributeError) as error:
-        return Exposure(name, "unknown", f"the schedulers cannot be inspected: {error}")
+    except Exception as error:  # noqa: BLE001  # a broken installation can raise anything
+        return Exposure(name, "unknown", f"the schedulers cannot be inspected: {one_line(error)}")
     return cadence_of(plain, asynchronous)
 
 

@@ -1,6 +1,14 @@
 """Errors that a user can act on: each message is one line, names the cause and the way out."""
 
 
+def one_line(error: BaseException) -> str:
+    """Type and message of an exception in one line, in any case: it never raises."""
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception:  # noqa: BLE001  # an exception that cannot say what it is must not raise another
+        return type(error).__name__
+
+
 class StagewatchError(Exception):
     """Base of every error that the commands print without a traceback."""
 

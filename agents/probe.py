@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.budget import Budget
+from stagewatch.agents.errors import one_line
 from stagewatch.agents.identity import Identity
 from stagewatch.agents.record import (
     U64,
@@ -84,17 +85,9 @@ def guarded(
         try:
             method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
-            self.disarm(f"{method.__name__} failed: {_said_by(error)}")
+            self.disarm(f"{method.__name__} failed: {one_line(error)}")
 
     return cast("Callable[Concatenate[Probe, P], None]", call)
-
-
-def _said_by(error: BaseException) -> str:
-    """Type and message of an exception, in one line and in any case."""
-    try:
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    except Exception:  # noqa: BLE001  # an exception that cannot say what it is must not raise another
-        return type(error).__name__
 
 
 _probes: Final["weakref.WeakSet[Probe]"] = weakref.WeakSet()

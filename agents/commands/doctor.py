@@ -1,6 +1,7 @@
 """stagewatch-agent doctor: is the installed engine exposed, and what would be watched."""
 
 import argparse
+import contextlib
 import sys
 import textwrap
 from typing import Final
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and report; return the exit status."""
-    found = examine(plugins=not args.no_plugins)
+    # vLLM logs to standard output unless told otherwise, which is where a machine reads our one object.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = examine(plugins=not args.no_plugins)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:

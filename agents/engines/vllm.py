@@ -1,9 +1,9 @@
 """vLLM's adapter: from the plugin call to an armed worker.
 
-vLLM calls its plugins in every process it starts, long before a worker knows its rank, and swallows what
-they raise. So `install` only wraps one method of the worker's wrapper, and everything else happens in the
-worker itself, after its model is loaded: the rank is known, every other plugin has done its patching, and no
-request has been served. A ring is never made before that, so it is never inherited through a fork.
+vLLM calls its plugins in every process it starts, long before a worker knows its rank. So `install` only
+wraps one method of the worker's wrapper, and everything else happens in the worker itself, after its model
+is loaded: the rank is known, every other plugin has done its patching, and no request has been served. A
+ring is never made before that, so it is never inherited through a fork.
 """
 
 import functools
@@ -18,8 +18,8 @@ from stagewatch.agents.engines.staging import staging_for
 from stagewatch.agents.engines.vllm_hooks import RankHooks
 from stagewatch.agents.engines.vllm_hotfix import Hotfix, ballot_of
 from stagewatch.agents.engines.vllm_identity import identity_of, instance_of
-from stagewatch.agents.engines.vllm_variants import WORKS_WITH, inspect_engine, load_engine
-from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.engines.vllm_variants import WORKS_WITH, inspect_engine, load_engine, missing_parts
+from stagewatch.agents.errors import StagewatchError, one_line
 from stagewatch.agents.probe import Probe
 from stagewatch.agents.settings import ProbeSettings
 
@@ -35,8 +35,10 @@ def install() -> None:
     try:
         wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
         original = wrapper.init_device
-    except (ImportError, AttributeError) as error:
-        log.warning("stagewatch: not armed: this vLLM has no worker to watch (%s); %s.", error, WORKS_WITH)
+    except Exception as error:  # noqa: BLE001  # a broken engine fails by itself, and says so better
+        log.warning(
+            "stagewatch: not armed: this vLLM has no worker to watch (%s); %s.", one_line(error), WORKS_WITH
+        )
         return
     if getattr(original, _MARK, False):
         return
@@ -44,24 +46,29 @@ def install() -> None:
     @functools.wraps(original)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        _guarded(_watch_loading, self.worker)
+        _guarded(_watch_loading, self)
         return result
 
     setattr(init_device, _MARK, True)
     wrapper.init_device = init_device
 
 
-def _watch_loading(worker: Any) -> None:
-    """Arm ``worker`` once its model is loaded."""
+def _watch_loading(wrapper: Any) -> None:
+    """Arm the worker in ``wrapper`` once its model is loaded."""
+    worker = wrapper.worker
     original = worker.load_model
 
     @functools.wraps(original)
     def load_model(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        del worker.load_model
-        _guarded(arm_worker, worker)
+        if getattr(worker, "__dict__", {}).get("load_model") is load_model:  # else somebody wrapped it since
+            del worker.load_model
+        if not loaded:
+            loaded.append(True)
+            _guarded(arm_worker, worker)
         return result
 
+    loaded: list[bool] = []
     worker.load_model = load_model
 
 
@@ -71,7 +78,7 @@ def _guarded(action: Callable[[Any], object], worker: Any) -> None:
     except StagewatchError as error:
         log.warning("stagewatch: not armed: %s. The engine is not affected.", error)
     except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
-        log.warning("stagewatch: not armed: %s: %s. The engine is not affected.", type(error).__name__, error)
+        log.warning("stagewatch: not armed: %s. The engine is not affected.", one_line(error))
 
 
 def arm_worker(worker: Any) -> RankHooks | None:
@@ -101,6 +108,10 @@ def arm_worker(worker: Any) -> RankHooks | None:
     if not finding.supported:
         log.warning("stagewatch: not armed: %s.", finding.why)
         return None
+    lacking = missing_parts(runner)
+    if lacking:
+        log.warning("stagewatch: not armed: %s.", lacking)
+        return None
     return _arm(worker, runner, engine.pp_utils, finding, settings)
 
 
@@ -113,6 +124,7 @@ def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeS
         config, runner, finding, parallel_state, deployment=settings.deployment, instance=instance
     )
     probe = arm(identity, settings)
+    hooks: RankHooks | None = None
     try:
         states = runner.req_states
         values_max = runner.max_num_reqs * (2 * states.draft_tokens.shape[1] + 8) + 2 * runner.max_num_tokens
@@ -132,7 +144,9 @@ def _arm(worker: Any, runner: Any, pp_utils: Any, finding: Any, settings: ProbeS
         _quieten(worker, hooks)
         _close_with(worker, probe)
     except Exception as error:
-        probe.disarm(f"arming failed: {type(error).__name__}: {error}")
+        probe.disarm(f"arming failed: {one_line(error)}")
+        if hooks is not None:
+            hooks.remove()
         raise
     _Timer(probe, staging.poll, hooks.remove, settings.heartbeat_s).start()
     probe.heartbeat()
@@ -197,6 +211,6 @@ class _Timer(threading.Thread):
             try:
                 self._poll()
             except Exception as error:  # noqa: BLE001  # a daemon must not die with a traceback in the engine's log
-                self._probe.disarm(f"publishing failed: {type(error).__name__}: {error}")
+                self._probe.disarm(f"publishing failed: {one_line(error)}")
             self._probe.heartbeat()
         self._disarmed()

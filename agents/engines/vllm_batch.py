@@ -34,7 +34,8 @@ class Keys:
         self._id_of_slot: dict[int, str] = {}
 
     def bind(self, request_id: str, slot: int, key: int) -> None:
-        """Remember a request until its slot is freed."""
+        """Remember a request until its slot is freed, or taken without that."""
+        self.free(slot)
         self._by_id[request_id] = key
         self._id_of_slot[slot] = request_id
 
@@ -111,6 +112,8 @@ def stage_inputs(
         if adaptive:
             found_scheduled = np.diff(values[5])
             found_drafts = np.maximum(np.diff(values[6]) - 1, 0)
+            fed = int(values[5][-1])  # the host's total is a bound, too
+            ids, positions = ids[:fed], positions[:fed]
         mirror, prefill_len, cap, prefilling = host
         publish(
             Inputs(

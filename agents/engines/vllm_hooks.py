@@ -5,18 +5,23 @@ so that they see whatever else was patched before and vanish with the worker. Tw
 reached that way: the mask and ``torch.distributed.broadcast``, which is watched for one group only.
 """
 
+import functools
+import inspect
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewatch.agents.engines import vllm_batch
 from stagewatch.agents.engines.staging import Gather, Staging, Values
 from stagewatch.agents.engines.vllm_batch import Deferred, Keys, Plan, Rows
 from stagewatch.agents.engines.vllm_mask import sound_mask
 from stagewatch.agents.engines.vllm_variants import Finding
-from stagewatch.agents.engines.wrapping import Args, Kwargs, Wrapping, argument
+from stagewatch.agents.engines.wrapping import Args, Kwargs, Wrapping, argument, is_watched
+from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.mask import BoolArray
 from stagewatch.agents.probe import Probe
 from stagewatch.agents.record import I32, UNKNOWN, Kind, request_key
@@ -74,11 +79,20 @@ class RankHooks:
         self._mask_step = -1
         self._mask: BoolArray | None = None
         self._sent: _Sent | None = None
+        self._batch_slots: NDArray[np.integer] | None = None
+        self._batch_rows: Rows | None = None
+        self._dummy_at = _position(runner.execute_model, "dummy_run")
         self._deferred: deque[Deferred] = deque()
         self._wrapping = Wrapping(probe, self._active)
 
     def install(self) -> None:
-        """Put the wrappers in place. Raises AttributeError, with none left in place, where one has nothing to wrap."""
+        """Put the wrappers in place.
+
+        With none left in place, raises AttributeError where one has nothing to wrap and StagewatchError where this
+        process has an armed worker already: two would see each other's masks and broadcasts.
+        """
+        if is_watched(self._pp_utils.compute_need_sampled_mask):
+            raise StagewatchError("another worker of this process is armed: a process has one rank to watch")
         wrap = self._wrapping.wrap
         try:
             wrap(self._runner, "execute_model", self._execute)
@@ -102,14 +116,17 @@ class RankHooks:
             raise
 
     def remove(self) -> None:
-        """Take the wrappers off."""
+        """Take the wrappers off, and let go of what belongs to the engine."""
         self._wrapping.remove()
+        self._deferred.clear()
+        self._sent = self._batch_slots = self._batch_rows = None
 
     def _active(self) -> bool:
         return self._probe.armed and not self.suspended
 
     def _execute(self, args: Args, kwargs: Kwargs) -> None:
-        if not argument(args, kwargs, 2, "dummy_run"):
+        if not argument(args, kwargs, self._dummy_at, "dummy_run"):
+            self._wrapping.settle()
             self._tick += 1
             self._staging.poll()
 
@@ -121,14 +138,24 @@ class RankHooks:
         plan = Plan(
             self._tick,
             _graph_mode(next((v for v in (*args, *kwargs.values()) if hasattr(v, "cg_mode")), None)),
-            getattr(argument(args, kwargs, 0, "scheduler_output"), "num_spec_tokens_to_schedule", UNKNOWN),
+            _count(
+                getattr(argument(args, kwargs, 0, "scheduler_output"), "num_spec_tokens_to_schedule", None)
+            ),
         )
         probe, step = self._probe, self._probe.begin()
         rows = vllm_batch.rows_of(batch, self._keys, self._handler.req_idx_gen_np)
+        self._batch_slots, self._batch_rows = batch.idx_mapping_np, rows
         adaptive = getattr(self._runner, "adaptive_verification", None) is not None
         vllm_batch.stage_inputs(
             self._staging, batch, self._states, rows, plan, adaptive, lambda body: probe.inputs(body, step)
         )
+
+    def _rows(self, batch: Any) -> Rows:
+        """Rows of ``batch``: those of the step's inputs where it is the same batch, with their generations now."""
+        known, generations = self._batch_rows, self._handler.req_idx_gen_np
+        if known is None or batch.idx_mapping_np is not self._batch_slots:
+            return vllm_batch.rows_of(batch, self._keys, generations)
+        return Rows(known.request, known.slot, generations[known.slot])
 
     def _masked(self, _: Any, mask: BoolArray | None, args: Args, kwargs: Kwargs) -> None:
         if self._mask_step == self._probe.step:
@@ -140,8 +167,7 @@ class RankHooks:
         self._probe.mask(mask, fixed, batch.num_reqs)
 
     def _broadcast(self, _: Any, __: Any, args: Args, kwargs: Kwargs) -> None:
-        batch = argument(args, kwargs, 3, "input_batch")
-        rows = vllm_batch.rows_of(batch, self._keys, self._handler.req_idx_gen_np)
+        rows = self._rows(argument(args, kwargs, 3, "input_batch"))
         step = self._probe.step
         known = self._mask_step == step
         if known and self._mask is None:
@@ -161,7 +187,7 @@ class RankHooks:
         sent = self._sent
         if sent is None:
             return
-        if drafts is self._states.draft_tokens:
+        if self._finding.relays_table:
             batch = argument(args, kwargs, 1, "input_batch")
             drafts = Gather(drafts, batch.idx_mapping, batch.idx_mapping_np)
         self._staging.take([drafts], sent.add)
@@ -184,18 +210,23 @@ class RankHooks:
 
     def _received(self, _: Any, __: Any, args: Args, kwargs: Kwargs) -> None:
         batch = argument(args, kwargs, 0, "input_batch")
-        entry = self._handler.queue[-1]
+        queue = self._handler.queue
+        entry = queue[-1]
         probe, step = self._probe, self._probe.step
+        rows = self._rows(batch)
         if entry is None:
-            rows = vllm_batch.rows_of(batch, self._keys, self._handler.req_idx_gen_np)
             probe.payload(Kind.RECEIVED, step, vllm_batch.skipped(rows))
             return
-        rows = Rows(
-            self._keys.of(batch.req_ids),
-            entry.idx_mapping_np.astype(np.int32),
-            entry.gen_at_receive_np.astype(np.int32),
-        )
+        if self._deferred and self._deferred[-1].entry is entry:
+            probe.dropped()  # received into no place of its own: whose values these are is not known
+            return
+        if entry.idx_mapping_np is not batch.idx_mapping_np:
+            rows = Rows(rows.request, entry.idx_mapping_np.astype(np.int32), rows.generation)
+        rows = Rows(rows.request, rows.slot, entry.gen_at_receive_np.astype(np.int32))
         self._deferred.append(Deferred(entry, step, rows))
+        while len(self._deferred) > len(queue):
+            self._deferred.popleft()  # the engine has let go of it without consuming it
+            probe.dropped()
         applied = entry.need_sampled_mask
 
         def arrived(values: list[Values]) -> None:
@@ -216,11 +247,9 @@ class RankHooks:
         entry, generation_now = seen or (None, None)
         if entry is None or generation_now is None:
             return
-        while self._deferred and self._deferred[0].entry is not entry:
-            self._deferred.popleft()
-        if not self._deferred:
-            return  # received before this rank was armed
-        deferred = self._deferred.popleft()
+        deferred = self._take_deferred(entry)
+        if deferred is None:
+            return  # received while nothing was recorded: at warm-up
         probe, at = self._probe, self._probe.step + 1
         tensors = _tensors(entry)
         if outputs is not None:
@@ -238,7 +267,16 @@ class RankHooks:
             body = vllm_batch.payload(deferred.rows, values, applied, at=at, generation_now=generation_now)
             probe.payload(Kind.CONSUMED, deferred.step, body)
 
-        self._staging.take(tensors, arrived)
+        # An engine that applies nothing does not wait for the values to arrive.
+        self._staging.take(tensors, arrived, after=entry.event if outputs is None else None)
+
+    def _take_deferred(self, entry: Any) -> Deferred | None:
+        """What was noted of ``entry`` when it was received. Those before it were passed over, and are counted."""
+        if all(found.entry is not entry for found in self._deferred):
+            return None
+        while (found := self._deferred.popleft()).entry is not entry:
+            self._probe.dropped()
+        return found
 
     def _added(self, _: Any, __: Any, args: Args, kwargs: Kwargs) -> None:
         request_id = argument(args, kwargs, 0, "req_id")
@@ -282,14 +320,27 @@ def _tensors(entry: Any) -> list[Any]:
     return found if drafts is None else [*found, drafts]
 
 
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else UNKNOWN
+
+
+def _position(function: Callable[..., Any], name: str) -> int:
+    """Place of a parameter among the arguments of a bound method."""
+    return list(inspect.signature(function).parameters).index(name)
+
+
 def _present(target: Any, names: tuple[str, ...]) -> str:
     return next((name for name in names if hasattr(target, name)), names[0])
 
 
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _dtype_name(tensor.dtype)
 
 
 def _graph_mode(descriptor: Any) -> int:
-    value = getattr(getattr(descriptor, "cg_mode", None), "value", UNKNOWN)
-    return value if isinstance(value, int) else UNKNOWN
+    return _count(getattr(getattr(descriptor, "cg_mode", None), "value", None))

@@ -10,17 +10,20 @@ called and nothing is waited for.
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from stagewatch.agents.engines.vllm_mask import MaskVerdict, judge_mask, sound_mask
 from stagewatch.agents.engines.vllm_variants import Finding
+from stagewatch.agents.errors import one_line
 from stagewatch.agents.mask import BoolArray
 
 log = logging.getLogger("stagewatch")
 
 _PREFIX: Final = "stagewatch/fixed-mask"
+_ENGINE_MODULES: Final = "vllm.v1.worker"
 _REPLACE: Final = b"replace"
 _KEEP: Final = b"keep"
 
@@ -74,6 +77,8 @@ class Hotfix:
             self._say(f"fixed mask refused: the engine's own mask is sound ({verdict.why})")
         elif verdict.verdict == "unknown":
             self._say(f"fixed mask refused: the engine's own mask {verdict.why}")
+        elif holders := self._other_holders():
+            self._say(f"fixed mask refused: {', '.join(holders)} would go on using the engine's own mask")
         else:
             vote = f"{self._finding.variant} {verdict.results}"
             seat = ballot()
@@ -81,6 +86,19 @@ class Hotfix:
             self._pp_utils.compute_need_sampled_mask = self._mask
             self._settle_at_first_step(seat, vote)
         return verdict
+
+    def _other_holders(self) -> list[str]:
+        """Modules of the engine, besides the mask's own, that hold the mask under a name of theirs.
+
+        Replaced in one place only, it would be two masks in one rank.
+        """
+        return sorted(
+            name
+            for name, module in list(sys.modules.items())
+            if name.startswith(_ENGINE_MODULES)
+            and module is not self._pp_utils
+            and any(value is self._original for value in list(vars(module).values()))
+        )
 
     def _settle_at_first_step(self, ballot: Ballot, vote: str) -> None:
         runner = self._runner
@@ -102,7 +120,7 @@ class Hotfix:
         try:
             self.in_force = ballot.settle(vote)
         except Exception as error:  # noqa: BLE001  # a store that is gone must not stop the engine
-            self._say(f"fixed mask refused: the ranks could not agree: {type(error).__name__}: {error}")
+            self._say(f"fixed mask refused: the ranks could not agree: {one_line(error)}")
             return
         if self.in_force:
             self._say(

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewatch.agents.errors import one_line
 from stagewatch.agents.mask import BoolArray, fixed_mask
 
 NO_CAP: Final = 1 << 30
@@ -148,7 +149,7 @@ def _run(mask: MaskFunction, case: Case, refined: bool) -> CaseResult:
     try:
         return CaseResult(case.number, expected, _as_tuple(mask(batch)))
     except Exception as error:  # noqa: BLE001  # whatever a stranger's code raises is the finding
-        return CaseResult(case.number, expected, None, f"{type(error).__name__}: {error}".splitlines()[0])
+        return CaseResult(case.number, expected, None, one_line(error))
 
 
 def _as_tuple(mask: BoolArray | None) -> tuple[bool, ...] | None:

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.errors import StagewatchError, one_line
 
 SUPPORTED: Final = ("A1", "A2", "A+relay", "B", "C", "D")
+_TABLE_RELAYS: Final = ("B", "C")
 REFINED: Final = ("C", "D")
 """Variants whose sound mask leaves out final prefill chunks at the cap."""
 WORKS_WITH: Final = "vLLM 0.23.0 to 0.33.0 with the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1) work"
@@ -61,6 +62,18 @@ _RUNNER: Final = {
     "update_pp_decode_requests": (),
 }
 _RELAY_NAMES: Final = ("broadcast_drafts", "broadcast_draft")
+_DRAFTS_NAMES: Final = ("draft_tokens", "draft_table")
+"""Names of the first argument of a relay."""
+_HANDLER_STATE: Final = ("is_last_rank", "queue", "req_idx_gen_np", "broadcast_group")
+_RUNNER_STATE: Final = ("req_states", "pp_handler", "max_num_reqs", "max_num_tokens", "device")
+_STATES_STATE: Final = (
+    "req_id_to_index",
+    "num_computed_tokens",
+    "last_sampled_tokens",
+    "draft_tokens",
+    "prompt_len",
+    "max_seq_len",
+)
 
 
 class UnknownShapeError(StagewatchError):
@@ -99,6 +112,8 @@ class Finding:
     """Callables that arming will wrap, as a reader of the engine's code would name them."""
     relay: str | None = None
     """Name of the method that relays drafts, if any."""
+    relays_table: bool = False
+    """Whether that method takes the whole draft table and picks the batch's rows itself."""
 
     @property
     def refined(self) -> bool:
@@ -107,12 +122,12 @@ class Finding:
 
 
 def load_engine() -> Engine:
-    """The installed vLLM's parts. Raises UnknownShapeError where vLLM, or its V2 runner, cannot be imported."""
+    """The installed vLLM's parts. Raises UnknownShapeError where vLLM or a part that exists cannot be imported."""
     try:
         importlib.import_module("vllm")
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  # a broken installation can raise anything
         raise UnknownShapeError(
-            f"vLLM cannot be imported: {error}: install stagewatch in the engine's environment"
+            f"vLLM cannot be imported ({one_line(error)}): install stagewatch in the engine's environment"
         ) from None
     runner = _module("model_runner")
     batch = _module("input_batch")
@@ -141,6 +156,10 @@ def inspect_engine(engine: Engine) -> Finding:
     if problem:
         return _refuse("unknown", problem)
     variant, why, relay = _classify(pp, engine)
+    if relay:
+        problem = _relay_problem(getattr(pp.PPHandler, relay), relay, variant)
+        if problem:
+            return _refuse("unknown", problem)
     hooks = (
         "GPUModelRunner.execute_model",
         "GPUModelRunner.prepare_inputs",
@@ -155,7 +174,20 @@ def inspect_engine(engine: Engine) -> Finding:
         "torch.distributed.broadcast (group pp_broadcast)",
         "GroupCoordinator.isend_tensor_dict, irecv_tensor_dict (group pp)",
     )
-    return Finding(variant, True, why, hooks, relay)
+    return Finding(variant, True, why, hooks, relay, variant in _TABLE_RELAYS)
+
+
+def missing_parts(runner: Any) -> str | None:
+    """What a loaded ``runner`` lacks of the state that hooks read, or None: classes do not tell."""
+    for what, part, names in (
+        ("the runner", runner, _RUNNER_STATE),
+        ("its request states", getattr(runner, "req_states", None), _STATES_STATE),
+        ("its pipeline handler", getattr(runner, "pp_handler", None), _HANDLER_STATE),
+    ):
+        lacking = [name for name in names if not hasattr(part, name)]
+        if lacking:
+            return f"found {what} without {', '.join(lacking)}; {WORKS_WITH}"
+    return None
 
 
 def _classify(pp: Any, engine: Engine) -> tuple[str, str, str | None]:
@@ -192,10 +224,20 @@ def _handler_problem(pp: Any) -> str | None:
         "on_req_idx_freed": ("req_idx",),
     }
     for name, names in expected.items():
-        problem = _signature_problem(f"PPHandler.{name}", getattr(handler, name, None), names)
+        problem = _signature_problem(f"PPHandler.{name}", inspect.getattr_static(handler, name, None), names)
         if problem:
             return problem
     return _signature_problem("compute_need_sampled_mask", mask, ("input_batch",), method=False)
+
+
+def _relay_problem(relay: Any, name: str, variant: str) -> str | None:
+    """Why the relay of drafts is of no known shape, or None."""
+    parameters = _parameters(relay)[1:]
+    expected = ("input_batch",) if variant in (*_TABLE_RELAYS, "A+relay") else ()
+    if not parameters or parameters[0] not in _DRAFTS_NAMES or parameters[1 : 1 + len(expected)] != expected:
+        wanted = ", ".join(("draft_tokens", *expected))
+        return f"PPHandler.{name} takes ({', '.join(parameters)}), expected ({wanted})"
+    return None
 
 
 def _parts_problem(engine: Engine) -> str | None:
@@ -213,6 +255,8 @@ def _parts_problem(engine: Engine) -> str | None:
         method = getattr(engine.runner, name, None)
         if method is None:
             return f"GPUModelRunner has no {name}"
+        if not inspect.isroutine(method):
+            return f"GPUModelRunner.{name} is a {type(method).__name__}, not a method"
         absent = [parameter for parameter in wanted if parameter not in _parameters(method)]
         if absent:
             return f"GPUModelRunner.{name} takes no {', '.join(absent)}"
@@ -221,12 +265,12 @@ def _parts_problem(engine: Engine) -> str | None:
     return None
 
 
-def _signature_problem(
-    what: str, function: Callable[..., Any] | None, names: Sequence[str], *, method: bool = True
-) -> str | None:
+def _signature_problem(what: str, function: Any, names: Sequence[str], *, method: bool = True) -> str | None:
     """Why ``function`` cannot be called with ``names`` in this order, or None. Extra ones need a default."""
     if function is None:
         return f"found no {what}"
+    if not callable(function):
+        return f"{what} is a {type(function).__name__}, not a method"
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     found = [parameter.name for parameter in parameters]
     if found[: len(names)] != list(names):
@@ -243,7 +287,10 @@ def _refuse(variant: str, why: str) -> Finding:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # no function, or one that does not tell
+        return ()
 
 
 def _field_names(kind: Any) -> frozenset[str]:
@@ -255,7 +302,13 @@ def _field_names(kind: Any) -> frozenset[str]:
 
 
 def _module(name: str) -> ModuleType | None:
+    """A module of the V2 runner, None if there is none; one that is there but broken is not taken for absent."""
+    full = f"{_PACKAGE}.{name}"
     try:
-        return importlib.import_module(f"{_PACKAGE}.{name}")
-    except ImportError:
-        return None
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{full}.".startswith(f"{error.name}."):
+            return None
+        raise UnknownShapeError(f"{full} cannot be imported ({one_line(error)})") from None
+    except Exception as error:  # noqa: BLE001  # a broken installation can raise anything
+        raise UnknownShapeError(f"{full} cannot be imported ({one_line(error)})") from None

@@ -8,9 +8,12 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from stagewatch.agents.errors import one_line
 from stagewatch.agents.probe import Probe
+
+_ACTIVE: Final = "_stagewatch_active"
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -40,6 +43,7 @@ class Wrapping:
         self._probe = probe
         self._active = active
         self._wrapped: list[_Wrapped] = []
+        self._spent_ns = 0
 
     def wrap(self, target: Any, name: str, before: Before | None = None, after: After | None = None) -> None:
         """Put a wrapper in place of ``target.name``. Raises AttributeError where there is nothing to wrap."""
@@ -56,6 +60,7 @@ class Wrapping:
                 safely(after, seen, result, args, kwargs)
             return result
 
+        setattr(call, _ACTIVE, active)
         own = name in getattr(target, "__dict__", {})
         setattr(target, name, call)
         self._wrapped.append(_Wrapped(target, name, call, own, original))
@@ -77,10 +82,20 @@ class Wrapping:
             return hook(*args)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
             name = getattr(hook, "__name__", "hook").lstrip("_")
-            self._probe.disarm(f"{name} failed: {type(error).__name__}: {error}")
+            self._probe.disarm(f"{name} failed: {one_line(error)}")
             return None
         finally:
-            self._probe.spent(time.perf_counter_ns() - began)
+            self._spent_ns += time.perf_counter_ns() - began
+
+    def settle(self) -> None:
+        """Account to the probe's current step what its hooks took; called once a step, because that costs, too."""
+        spent, self._spent_ns = self._spent_ns, 0
+        self._probe.spent(spent)
+
+
+def is_watched(function: Any) -> bool:
+    """Whether ``function`` is a wrapper whose hooks still run."""
+    return bool(getattr(function, _ACTIVE, bool)())
 
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
