@@ -42,6 +42,8 @@ class _Open:
     critical_step: int
     """Step of the first critical finding; 0 before."""
     absolved: bool
+    of_step: bool
+    """Whether it tells of its step, so that other checks' views of that step belong to it."""
     told: set[tuple[str, Severity]]
     """What the chain says already: each check speaks once per severity."""
     harmed: set[Key] = field(default_factory=set)
@@ -117,7 +119,7 @@ class Correlator:
         if not finding.of_step:
             return None
         for (request, _), found in self._open.items():
-            if not request and found.incident.last_bad_step == finding.step and found.opened_step:
+            if not request and found.of_step and found.incident.last_bad_step == finding.step:
                 self._name_alias(key, found)
                 return found
         return None
@@ -151,8 +153,7 @@ class Correlator:
         if found is None:
             whole = replace(finding, request=0, life=0, values=())
             found = self._new(whole, replace(context, request_id="", last_good_step=lambda: 0))
-            # Never joined by step: it stands for requests, not for the engine.
-            found.opened_step = 0
+            found.of_step = False  # it stands for requests, not for what the engine did
             self._open[shared] = found
         if not known:
             self._flooded[key, finding.severity] = None
@@ -188,6 +189,7 @@ class Correlator:
             finding.step,
             _critical(finding),
             finding.absolves,
+            finding.of_step,
             {(finding.check, finding.severity)},
         )
 

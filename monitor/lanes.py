@@ -101,7 +101,11 @@ class Lane:
             block = getattr(evidence, kind)
             if block is not None and len(block.step):
                 self._add(kind, block, again, judged[kind])
-        return NO_CALLS if evidence.events is None else self._add_events(evidence.events, again)
+        return (
+            NO_CALLS
+            if evidence.events is None
+            else self._add_events(evidence.events, again, judged["inputs"])
+        )
 
     def _add(self, kind: BlockKind, block: Any, again: int, judged: int) -> None:
         order = block.at if kind == "consumed" else block.step
@@ -124,12 +128,17 @@ class Lane:
             self.newest = self._newest_of[kind]
             self.pending_rows += len(kept.request)
 
-    def _add_events(self, events: EventBlock, again: int) -> Calls:
+    def _add_events(self, events: EventBlock, again: int, judged: int) -> Calls:
         fresh = events.seq >= again
         calls, binds = Calls.of(events, self._names), Binds.of(events)
         if not fresh.all():
             calls = calls.where(fresh[events.kind == Kind.COLLECTIVE])
             binds = binds.where(fresh[events.kind == Kind.BIND])
+        if len(calls) and calls.step[0] < judged:
+            # The other ranks' calls of these steps are gone: nobody is left to compare them with.
+            late = calls.step < judged
+            self.late_records += int(late.sum())
+            calls = calls.where(~late)
         if len(calls):
             self._calls.append(calls)
             self._bound_calls()
