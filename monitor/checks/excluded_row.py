@@ -28,6 +28,11 @@ class _Excluded:
     warned: bool
 
 
+def finishes(prefill_len: int, cap: int) -> bool:
+    """Whether the one token that a final prefill chunk yields ends its request: no stage will need it."""
+    return 0 <= cap <= prefill_len + 1
+
+
 class ExcludedRow:
     """A row that may have sampled must be in the broadcast."""
 
@@ -83,8 +88,8 @@ class ExcludedRow:
                 continue
             block, i = seen.reference, seen.row
             prefilling = bool(block.prefilling[i])
-            if prefilling and 0 <= block.cap[i] <= block.prefill_len[i] + 1:
-                continue  # its one token ends it: no stage will need it
+            if prefilling and finishes(int(block.prefill_len[i]), int(block.cap[i])):
+                continue
             indices = [
                 index
                 for index, mask in zip(window.indices, window.blocks, strict=True)

@@ -18,7 +18,9 @@ class MirrorBehind:
     INVARIANT: ClassVar = "I5"
     COMPARES: ClassVar = "the host's mirror of num_computed with the device's count"
     SEVERITY: ClassVar = "warning; critical when the request's inputs then differ between ranks"
-    EXCEPTIONS: ClassVar = "the mirror's lead, by drafts in flight; rows on which ranks differ (position-drift reports those)"
+    EXCEPTIONS: ClassVar = (
+        "the mirror's lead, by drafts in flight; rows on which ranks differ (position-drift reports those)"
+    )
     REMEDY: ClassVar = (
         "The scheduler took tokens off this request's count that every rank has computed: look at what becomes of "
         "results that return after a preemption. Nothing this request says from here on can be trusted."

@@ -1,0 +1,223 @@
+"""Mutation: every check, exception and rule of blame, disabled in turn, must be missed by some test.
+
+Each mutation names the tests that must fail without it; they are run in this process with the part taken out.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import test_checks
+import test_faults
+import test_verdicts
+from simulated import Run, plan
+
+from stagewatch.monitor import alignment, blame, correlate, engine, history, lanes
+from stagewatch.monitor.checks import collective_order, excluded_row, position_drift, registry, stall
+from stagewatch.monitor.checks import payload_mismatch as payload
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+Test = Callable[[], None]
+
+
+def fault(name: str, **overrides: Any) -> Test:
+    """The harness's assertion on one fault."""
+
+    def run() -> None:
+        config = plan(name, from_step=test_faults.from_step(name), times=1, requests=40, **overrides)
+        test_faults.assert_found(Run(config), cut_seed=1)
+
+    return run
+
+
+def without(check: str) -> Mutation:
+    """Take a check out of the registry."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("CHUNK_CHECKS", "ROW_CHECKS", "SYMPTOM_CHECKS", "ARMING_CHECKS", "LIVENESS_CHECKS"):
+            kept = tuple(each for each in getattr(registry, name) if check != each.NAME)
+            monkeypatch.setattr(registry, name, kept)
+
+    return mutate
+
+
+def replacing(target: Any, name: str, value: Any) -> Mutation:
+    return lambda monkeypatch: monkeypatch.setattr(target, name, value)
+
+
+def method(cls: type, name: str) -> Test:
+    """One of the unit tests."""
+    return lambda: getattr(cls(), name)()
+
+
+LIVE = test_verdicts.TestLiveness
+CHECKS: dict[str, list[Test]] = {
+    "configuration": [fault("drafter-layout-differs")],
+    "rank-unarmed": [method(LIVE, "test_a_rank_that_never_arms_is_named_after_a_minute")],
+    "rank-silent": [
+        method(LIVE, "test_a_rank_whose_sidecar_died_is_silent_and_the_engine_not_stalled"),
+    ],
+    "stall": [fault("op-dropped")],
+    "batch-disagreement": [fault("batch-reordered")],
+    "slot-generation": [fault("stale-slot-write")],
+    "tp-disagreement": [fault("tp-samples-apart")],
+    "payload-mismatch": [fault("payload-altered")],
+    "decode-cadence": [fault("cadence-unguarded")],
+    "mirror-behind": [method(test_checks.TestCounts, "test_a_mirror_behind_on_every_rank_blames_none")],
+    "path-choice": [fault("drafter-skipped")],
+    "collective-order": [fault("size-mismatch")],
+    "mask-disagreement": [fault("mask-differs")],
+    "excluded-row": [fault("old-mask")],
+    "draft-block": [fault("drafts-not-relayed")],
+    "last-sampled-token": [fault("tokens-at-wrong-offset")],
+    "position-drift": [fault("rejection-not-subtracted")],
+    "input-divergence": [method(test_checks.TestInputDivergence, "test_among_two_nobody_is_outvoted")],
+    "count-continuity": [method(test_checks.TestCounts, "test_a_count_that_all_ranks_get_wrong_is_noticed")],
+    "value-range": [
+        method(test_checks.TestValues, "test_a_placeholder_that_is_fed_is_found_on_every_rank_that_feeds_it")
+    ],
+}
+
+
+def _first_is_right(values: Any) -> Any:
+    return values[0] if len(values) > 1 else None
+
+
+def _all_equal(values: Any) -> Any:
+    return None
+
+
+def _masked_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = payload._same_rows
+
+    def everything_applies(before: Any, after: Any) -> Any:
+        before, after = original(before, after)
+        ones = np.ones(len(after.applied), np.uint8)
+        return type(before)(**{**_columns(before), "applied": ones}), type(after)(
+            **{**_columns(after), "applied": ones}
+        )
+
+    monkeypatch.setattr(payload, "_same_rows", everything_applies)
+
+
+def _columns(block: Any) -> dict[str, Any]:
+    return {name: getattr(block, name) for name in block.__slots__}
+
+
+RULES: dict[str, tuple[Mutation, list[Test]]] = {
+    "blame: the broadcast says who is wrong": (
+        replacing(position_drift, "previous_broadcast", lambda *_: None),
+        [fault("rollback-broken")],
+    ),
+    "blame: rank 0 is not taken for innocent": (
+        replacing(blame, "majority", _first_is_right),
+        [method(test_verdicts.TestBlame, "test_a_strict_majority_of_more_than_two")],
+    ),
+    "blame: a majority blames": (replacing(blame, "majority", _all_equal), [fault("mirror-inflates")]),
+    "blame: evidence with a gap accuses nobody": (
+        replacing(history.History, "complete", lambda *_: True),
+        [method(test_checks.TestLastSampled, "test_what_was_sent_before_a_gap_is_not_held_against_anybody")],
+    ),
+    "blame: the first sampling step has no authority": (
+        lambda monkeypatch: (
+            [
+                monkeypatch.setattr(
+                    importlib.import_module(f"stagewatch.monitor.checks.{name}"),
+                    "sampled_before",
+                    lambda *_: True,
+                )
+                for name in ("last_sampled", "draft_block")
+            ]
+            and None
+        ),
+        [method(test_checks.TestLastSampled, "test_before_the_first_sampling_step_two_ranks_blame_nobody")],
+    ),
+    "exception: a final chunk at the cap": (
+        replacing(
+            excluded_row,
+            "finishes",
+            lambda *_: False,
+        ),
+        [method(test_checks.TestMask, "test_a_final_chunk_that_reaches_the_cap_may_be_left_out")],
+    ),
+    "exception: point-to-point calls": (
+        replacing(collective_order, "POINT_TO_POINT", frozenset()),
+        [method(test_checks.TestCollectives, "test_the_two_ends_of_a_transfer_differ_by_nature")],
+    ),
+    "exception: rows outside the mask": (
+        _masked_exceptions,
+        [method(test_checks.TestPayload, "test_rows_outside_the_mask_are_undefined")],
+    ),
+    "alignment: steps of which records were lost": (
+        replacing(lanes.Lane, "_note_gaps", lambda *_: None),
+        [method(test_checks.TestCollectives, "test_a_call_may_be_missing_from_a_record_that_lost_some")],
+    ),
+    "alignment: batches must be the same": (
+        replacing(alignment, "FINGERPRINT", ()),
+        [fault("batch-reordered")],
+    ),
+    "alignment: nothing is handed out before what comes before it": (
+        replacing(
+            alignment.Aligner, "_ahead", lambda self, _: tuple(lane.calls_ahead for lane in self.lanes)
+        ),
+        [fault("all-chunk-broadcast")],
+    ),
+    "correlation: a life is a slot and its generation": (
+        lambda monkeypatch: (
+            [
+                monkeypatch.setattr(module, "lives_of", lambda block: block.generation.astype(np.int64))
+                for module in (history, engine)
+            ]
+            and None
+        ),
+        [method(test_checks.TestCounts, "test_a_request_that_starts_again_counts_anew")],
+    ),
+    "correlation: what a batch breaks belongs to it": (
+        replacing(correlate.Correlator, "_cover", lambda *_: None),
+        [fault("batch-reordered")],
+    ),
+    "correlation: floods are bounded": (
+        replacing(correlate.Correlator, "_floods", lambda *_: False),
+        [
+            lambda: test_verdicts.TestCorrelation().test_a_flood_is_counted_in_one_incident(
+                correlate.Correlator(test_verdicts.GROUP)
+            )
+        ],
+    ),
+    "stall: an idle engine": (
+        replacing(stall, "_entered", lambda *_: False),
+        [method(LIVE, "test_an_idle_engine_is_not_stalled")],
+    ),
+    "stall: the usual order": (replacing(stall, "_unusual", lambda _: False), [fault("order-swapped")]),
+}
+
+
+def assert_killed(tests: list[Test]) -> None:
+    for test in tests:
+        with pytest.raises((AssertionError, ValueError)):
+            test()
+
+
+def test_every_check_has_a_mutation() -> None:
+    assert set(CHECKS) == set(registry.NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_that_is_taken_out_is_missed(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for test in CHECKS[check]:
+        test()
+    without(check)(monkeypatch)
+    assert_killed(CHECKS[check])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_or_exception_that_is_taken_out_is_missed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, tests = RULES[rule]
+    for test in tests:
+        test()
+    mutation(monkeypatch)
+    assert_killed(tests)
