@@ -25,14 +25,15 @@ def from_step(name: str) -> int:
     return 3 if name in ("all-chunk-broadcast", "width-mismatch") else 20
 
 
-def assert_found(run: Run, cut_seed: int) -> None:
+def assert_found(run: Run, cut_seed: int, *, harmed: bool = True) -> int:
+    """Return how many incidents there were. ``harmed``: some request must have run again after it was struck."""
     name = run.sim.fault.NAME
     assert run.injections, f"the fault found no opportunity: {run.config.line}"
     watch = Watch()
     told = feed_live(run, watch)
     settle(run, watch)
     must = expected(run)
-    assert bool(must) == (name not in SILENT), run.config.line
+    assert not harmed or bool(must) == (name not in SILENT), run.config.line
     assert found(watch) == must, run.config.line
     late = [incident for incident in told if incident.latency_steps > run.config.pp + 2]
     assert late == [], run.config.line
@@ -41,6 +42,7 @@ def assert_found(run: Run, cut_seed: int) -> None:
     feed_cut(run, replayed, cut_seed)
     settle(run, replayed)
     assert reports(replayed) == reports(watch), f"cut {cut_seed}: {run.config.line}"
+    return len(must)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -55,7 +57,7 @@ def test_a_single_strike_is_found_named_and_dated(name: str) -> None:
 @pytest.mark.parametrize("times", [1, None], ids=["once", "persistent"])
 def test_every_strike_is_found_whatever_the_pipeline(name: str, times: int | None) -> None:
     """The same over PP 3 to 5, TP 1 and 2, and several seeds."""
-    fault = REGISTRY[name]
+    fault, incidents = REGISTRY[name], 0
     for seed, pp, tp in ((2, 3, 1), (3, 4, 2), (4, 5, 1), (5, 4, 1)):
         config = plan(
             name,
@@ -68,7 +70,8 @@ def test_every_strike_is_found_whatever_the_pipeline(name: str, times: int | Non
         )
         run = Run(config)
         if run.injections:
-            assert_found(run, cut_seed=seed)
+            incidents += assert_found(run, cut_seed=seed, harmed=False)
+    assert bool(incidents) == (name not in SILENT)
 
 
 @pytest.mark.slow
@@ -80,9 +83,10 @@ def test_loss_never_blames_a_rank_that_did_nothing(name: str) -> None:
     guilty: dict[str, set[int]] = {}
     for each in expected(run):
         guilty.setdefault(each.request, set()).update(each.blamed)
-    for seed in range(4):
+    lost = 0
+    for seed in range(6):
         watch = Watch()
-        assert feed_lossy(run, watch, seed, share=0.1)
+        lost += feed_lossy(run, watch, seed, share=0.2)
         settle(run, watch)
         innocent: list[Expected] = [
             Expected.of(incident)
@@ -90,3 +94,4 @@ def test_loss_never_blames_a_rank_that_did_nothing(name: str) -> None:
             if not {*incident.blamed} <= guilty.get(incident.request, set())
         ]
         assert innocent == [], f"loss {seed}: {run.config.line}"
+    assert lost

@@ -15,7 +15,7 @@ import test_verdicts
 from simulated import Run, plan
 
 from stagewatch.monitor import alignment, blame, correlate, engine, history, lanes
-from stagewatch.monitor.checks import collective_order, excluded_row, position_drift, registry, stall
+from stagewatch.monitor.checks import collective_order, excluded_row, registry, stall
 from stagewatch.monitor.checks import payload_mismatch as payload
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -45,6 +45,16 @@ def without(check: str) -> Mutation:
 
 def replacing(target: Any, name: str, value: Any) -> Mutation:
     return lambda monkeypatch: monkeypatch.setattr(target, name, value)
+
+
+def in_checks(name: str, value: Any, *modules: str) -> Mutation:
+    """Replace a name that several checks import."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in modules:
+            monkeypatch.setattr(importlib.import_module(f"stagewatch.monitor.checks.{module}"), name, value)
+
+    return mutate
 
 
 def method(cls: type, name: str) -> Test:
@@ -108,7 +118,7 @@ def _columns(block: Any) -> dict[str, Any]:
 
 RULES: dict[str, tuple[Mutation, list[Test]]] = {
     "blame: the broadcast says who is wrong": (
-        replacing(position_drift, "previous_broadcast", lambda *_: None),
+        in_checks("previous_broadcast", lambda *_: None, "position_drift", "input_divergence"),
         [fault("rollback-broken")],
     ),
     "blame: rank 0 is not taken for innocent": (
@@ -121,17 +131,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         [method(test_checks.TestLastSampled, "test_what_was_sent_before_a_gap_is_not_held_against_anybody")],
     ),
     "blame: the first sampling step has no authority": (
-        lambda monkeypatch: (
-            [
-                monkeypatch.setattr(
-                    importlib.import_module(f"stagewatch.monitor.checks.{name}"),
-                    "sampled_before",
-                    lambda *_: True,
-                )
-                for name in ("last_sampled", "draft_block")
-            ]
-            and None
-        ),
+        in_checks("sampled_before", lambda *_: True, "last_sampled", "draft_block"),
         [method(test_checks.TestLastSampled, "test_before_the_first_sampling_step_two_ranks_blame_nobody")],
     ),
     "exception: a final chunk at the cap": (
@@ -157,12 +157,6 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
     "alignment: batches must be the same": (
         replacing(alignment, "FINGERPRINT", ()),
         [fault("batch-reordered")],
-    ),
-    "alignment: nothing is handed out before what comes before it": (
-        replacing(
-            alignment.Aligner, "_ahead", lambda self, _: tuple(lane.calls_ahead for lane in self.lanes)
-        ),
-        [fault("all-chunk-broadcast")],
     ),
     "correlation: a life is a slot and its generation": (
         lambda monkeypatch: (
