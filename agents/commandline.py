@@ -8,7 +8,9 @@ an engine's environment lacks what the other commands need.
 import importlib
 import os
 import pkgutil
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Final
@@ -41,7 +43,8 @@ def main(
         module = _load(f"{package.__name__}.{names[name]}", name, extra)
         parser = Parser(prog=f"{program} {name}", description=module.HELP)
         module.add_arguments(parser)
-        parser.take_defaults_from(environment)
+        if not {"-h", "--help"} & set(arguments):  # help must not fail for what it could explain
+            parser.take_defaults_from(environment)
         return int(module.run(parser.parse_args(arguments[1:])))
     except StagewatchError as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -82,12 +85,19 @@ def _without_command(
         return 0
     if asked not in ("", "-h", "--help"):
         raise StagewatchError(f"there is no command {asked!r}: choose from {', '.join(names)}")
-    print(f"usage: {program} COMMAND [options]\n\n{summary}\n\ncommands:")
+    lines = [f"usage: {program} COMMAND [options]", "", *_folded(summary), "", "commands:"]
     for name, module_name in names.items():
         try:
             text = importlib.import_module(f"{package.__name__}.{module_name}").HELP
         except ModuleNotFoundError as error:
             text = f"(not installed: needs {error.name})"
-        print(f"  {name:<12} {text}")
-    print(f"\n`{program} COMMAND --help` tells a command's options; each is an environment variable, too.")
+        lines += _folded(f"  {name:<12} {text}", " " * 15)
+    lines += ["", *_folded(f"`{program} COMMAND --help` lists a command's options and their variables.")]
+    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else USAGE_STATUS
+
+
+def _folded(text: str, indent: str = "") -> list[str]:
+    """Lines as argparse folds them: two columns short of the terminal's width."""
+    width = max(shutil.get_terminal_size().columns - 2, 40)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)

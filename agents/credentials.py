@@ -1,5 +1,6 @@
 """Secrets a command is given: the bearer token and the digest key. They never appear in an error's text."""
 
+import contextlib
 import os
 import secrets
 from hashlib import blake2b
@@ -76,7 +77,8 @@ def key_of_directory(directory: Path) -> bytes:
                 f"digest key {path} cannot be made: {error.strerror}: give one by --key-file"
             ) from None
         finally:
-            made.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error above tells more than one from here would
+                made.unlink()
     return read_key_file(path)
 
 

@@ -7,7 +7,7 @@ have a variable and no flag, because a command line can be read by every user of
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.settings import Variable
@@ -31,20 +31,35 @@ SECRETS: Final = (
 )
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Help that ends with each flag's default and variable."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not _has_variable(action):
+            return text
+        default = default_text(action).replace("%", "%%")
+        return f"{text} ({f'default: {default}; ' if default else ''}env: {variable_of(action)})"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose flags can also be set through environment variables."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.options: list[argparse.Action] = []
         """The flags that have a variable, in the order declared."""
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Declare an argument as argparse does; a flag gets a variable, too."""
         action = super().add_argument(*args, **kwargs)
-        if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction):
+        if _has_variable(action):
             self.options.append(action)
         return action
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and one line, where argparse would repeat every flag."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
     def take_defaults_from(self, environment: Mapping[str, str]) -> None:
         """Replace defaults by what the environment says. Raises SettingsError for a value that is no good."""
@@ -59,6 +74,24 @@ def variable_of(action: argparse.Action) -> str:
     """Name of the environment variable that stands for a flag."""
     longest = max(action.option_strings, key=len)
     return PREFIX + longest.lstrip("-").replace("-", "_").upper()
+
+
+def default_text(action: argparse.Action) -> str:
+    """A flag's default as help and docs show it; empty where there is none."""
+    value = action.default
+    if value is None or value is False:
+        return ""
+    if isinstance(value, int):
+        for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if variable_of(action).endswith("_BYTES") and value >= 1 << power and value % (1 << power) == 0:
+                return f"{value}, {value >> power} {unit}"
+    return str(value)
+
+
+def _has_variable(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and not isinstance(
+        action, argparse._HelpAction | argparse._VersionAction
+    )
 
 
 def _value(action: argparse.Action, text: str) -> object:

@@ -34,7 +34,8 @@ class DemoStage:
     """Starts collector and sidecar in a directory of its own; ends and removes everything on exit."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="stagewatch-demo-"))
+        self.directory: Final = Path(tempfile.mkdtemp(prefix="stagewatch-demo-"))
+        """Data directory and logs; gone when the demo ends, so what a log says must be told before."""
         shm = Path("/dev/shm")  # noqa: S108  # where rings belong: memory, shared between processes
         in_memory = shm if os.access(shm, os.W_OK) else None
         self.ring_dir: Final = Path(tempfile.mkdtemp(prefix="stagewatch-demo-", dir=in_memory))
@@ -74,7 +75,8 @@ class DemoStage:
                 return state
             time.sleep(0.05)
         raise DemoError(
-            f"the collector did not come to step {steps} within {START_S:g} s: see {self._log('collect')}"
+            f"the collector did not come to step {steps} within {START_S:g} s; its last words, and the sidecar's: "
+            f"{self._last_words('collect')} | {self._last_words('ship')}"
         )
 
     def incidents(self, instance: str) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ class DemoStage:
         return list(self._get(f"/v1/incidents?instance={instance}&limit=500")["incidents"])
 
     def _start(self) -> None:
-        data = self._directory / "data"
+        data = self.directory / "data"
         collector = self._run("collect", "monitor", "--port", "0", "--data-dir", str(data))
         url = self._ready_url(collector)
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -108,8 +110,12 @@ class DemoStage:
         self._processes.append(process)
         return process
 
+    def _last_words(self, command: str) -> str:
+        """The last line of a process's log."""
+        return (self._log(command).read_text().strip().splitlines() or ["nothing"])[-1]
+
     def _log(self, command: str) -> Path:
-        return self._directory / f"{command}.log"
+        return self.directory / f"{command}.log"
 
     def _ready_url(self, process: subprocess.Popen[bytes]) -> str:
         deadline = time.monotonic() + START_S
@@ -118,8 +124,7 @@ class DemoStage:
                 if "listening on " in line:
                     return line.rpartition(" ")[2]
             time.sleep(0.02)
-        last = self._log("collect").read_text().strip().splitlines()[-1:]
-        raise DemoError(f"the collector did not start: {last[0] if last else 'it said nothing'}")
+        raise DemoError(f"the collector did not start: {self._last_words('collect')}")
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
@@ -158,4 +163,4 @@ class DemoStage:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         shutil.rmtree(self.ring_dir, ignore_errors=True)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)

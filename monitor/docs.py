@@ -11,7 +11,7 @@ from types import ModuleType
 
 from stagewatch.agents import commands as agent_commands
 from stagewatch.agents.commandline import commands_of
-from stagewatch.agents.options import SECRETS, Parser, variable_of
+from stagewatch.agents.options import SECRETS, Parser, default_text, variable_of
 from stagewatch.agents.settings import VARIABLES
 from stagewatch.monitor import commands as monitor_commands
 from stagewatch.monitor.metrics import INSTRUMENTS
@@ -95,12 +95,11 @@ def _command(program: str, name: str, module_name: str) -> Iterator[str]:
 
 def _option(action: argparse.Action) -> tuple[str, ...]:
     flag = ", ".join(f"`{flag}`" for flag in action.option_strings)
-    is_unset = action.default is None or action.default is False
     text = (action.help or "").replace("%%", "%")
     return (
         flag,
         f"`{variable_of(action)}`",
-        "" if is_unset else _code(str(action.default)),
+        _code(default_text(action)),
         text[:1].upper() + text[1:] + ("" if text.endswith(".") else "."),
     )
 

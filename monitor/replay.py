@@ -24,6 +24,7 @@ from stagewatch.monitor.traces import TraceFile, TraceReader, identities, new_di
 from stagewatch.monitor.watch import Watch
 
 _BATCH_RECORDS: Final = 4096
+_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 class SourceError(StagewatchError):
@@ -80,9 +81,12 @@ def open_recordings(paths: Sequence[Path]) -> Recordings:
 
     Raises SourceError where a path is nothing that can be replayed, and what the readers raise.
     """
-    journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
-    rest = [path for path in paths if _journal_in(path) is None]
-    return Recordings(tuple(_open_sources(rest)) if rest else (), journals)
+    try:
+        journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
+        rest = [path for path in paths if _journal_in(path) is None]
+        return Recordings(tuple(_open_sources(rest)) if rest else (), journals)
+    except OSError as error:
+        raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def _journal_in(path: Path) -> Path | None:
@@ -103,6 +107,8 @@ def _open_sources(paths: Sequence[Path]) -> list[Source]:
             traces.setdefault((path.parent, trace.name), []).append(trace)
         elif path.suffix == ".ring":
             sources.append(RingSource(path, digester))
+        elif path.suffix in _COMPRESSED:
+            raise SourceError(f"{path}: compressed: unpack it first")
         else:
             raise SourceError(
                 f"{path}: neither a trace (NAME.rankN.jsonl), a ring (NAME.ring), nor a data directory"

@@ -10,7 +10,7 @@ from stagewatch.monitor.incidents import Report
 
 WIDTH_MIN: Final = 40
 WIDTH_MAX: Final = 100
-_COLOURS: Final = {"critical": "31;1", "warning": "33", "notice": "36", "label": "2"}
+_COLOURS: Final = {"critical": "31;1", "warning": "33", "notice": "36", "label": "2", "title": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,12 @@ def wrapped(text: str, style: Style, indent: str = "") -> str:
     )
 
 
-def incident_text(incident: Report, style: Style) -> str:
-    """One incident: what, since when, who, the chain of cause, each rank's values, the remedy."""
+def incident_text(incident: Report, style: Style, *, names_engine: bool = False) -> str:
+    """One incident: what, where, since when, who, the chain of cause, each rank's values, the remedy."""
     lines = [style.paint(incident.severity.upper(), incident.severity) + f" {incident.check}"]
+    if names_engine:
+        replica = f", replica {incident.dp}" if incident.dp else ""
+        lines.append(wrapped(f"  engine {incident.instance}{replica}", style, "  "))
     about = f"request {incident.request}" if incident.request else "the engine"
     good = f", last good step {incident.last_good_step}" if incident.last_good_step else ""
     lines.append(wrapped(f"  {about}, first bad step {incident.first_bad_step}{good}", style, "  "))

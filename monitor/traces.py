@@ -6,6 +6,7 @@ is the last stage. Traces are raw; they are digested here with a key of this pro
 run on them as on evidence from the wire.
 """
 
+import codecs
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from stagewatch.agents.record import UNKNOWN, Bind, Body, Inputs, Kind, Mask, Pa
 
 _NAME: Final = re.compile(r"(?P<name>.+)\.rank(?P<rank>\d+)\.jsonl")
 _BATCH_RECORDS: Final = 4096
+_GZIP: Final = b"\x1f\x8b"
 RANKS_MAX: Final = 1024
 
 
@@ -105,21 +107,25 @@ def trace_file(path: Path) -> TraceFile | None:
 
 def identities(files: Sequence[TraceFile]) -> dict[TraceFile, Identity]:
     """Identities of the ranks of one trace. Raises TraceError if a rank is missing or doubled."""
+    name = files[0].name
+    where = f"trace {files[0].path.parent / name}"
     ranks = sorted(file.rank for file in files)
     count = ranks[-1] + 1
     if count > RANKS_MAX:
         raise TraceError(
-            f"trace {files[0].name}: rank {ranks[-1]} is beyond the most this build takes ({RANKS_MAX})"
+            f"{where}: rank {ranks[-1]} is beyond the most this build takes ({RANKS_MAX}): correct the file's name"
         )
-    if ranks != list(range(count)):
-        missing = sorted(set(range(count)) - set(ranks))
-        what = f"rank {missing[0]} is missing" if missing else "a rank comes twice"
-        raise TraceError(
-            f"trace {files[0].name}: {what}: give every {files[0].name}.rankN.jsonl of the run once"
-        )
+    for rank in range(count):
+        same = [file.path.name for file in files if file.rank == rank]
+        if not same:
+            raise TraceError(
+                f"{where}: rank {rank} is missing: put every {name}.rankN.jsonl of the run in one directory"
+            )
+        if len(same) > 1:
+            raise TraceError(f"{where}: rank {rank} comes twice, as {' and '.join(same)}: leave one out")
     if count == 1:
         raise TraceError(
-            f"trace {files[0].name}: only rank 0: give the files of all ranks, there is nothing to compare"
+            f"{where}: only rank 0, nothing to compare: put every {name}.rankN.jsonl of the run in one directory"
         )
     return {
         file: Identity(
@@ -181,6 +187,8 @@ class TraceReader:
         try:
             with self.file.path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
+                    if number == 1:
+                        line = self._without_mark(line)
                     if not line.strip():
                         continue
                     try:
@@ -199,6 +207,12 @@ class TraceReader:
             raise TraceError(f"{self.file.path}: cannot be read: {error.strerror}") from None
         except (ValueError, OverflowError) as error:
             raise TraceError(f"{self.file.path}:{number}: {error}") from None
+
+    def _without_mark(self, line: bytes) -> bytes:
+        """The first line without the mark that some editors put before UTF-8."""
+        if line.startswith(_GZIP):
+            raise TraceError(f"{self.file.path}: compressed: unpack it first")
+        return line.removeprefix(codecs.BOM_UTF8)
 
     def _parsed(self, line: _Line) -> Iterator[tuple[Kind, int, Body]]:
         if isinstance(line, _Drafts):

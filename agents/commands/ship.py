@@ -25,12 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ws://127.0.0.1:8765",
         help="the collector's address: ws://HOST:PORT or wss://HOST:PORT",
     )
-    parser.add_argument("--token-file", type=Path, help="file that holds the collector's bearer token")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"file that holds the collector's bearer token; {TOKEN} can hold the token itself",
+    )
     parser.add_argument(
         "--key-file",
         type=Path,
         help="file that holds the digest key, 32 hex digits, equal on all nodes of a deployment; "
-        "without it the sidecars of one node share digest.key in the ring directory",
+        f"{DIGEST_KEY} can hold the key itself; without either the sidecars of one node share digest.key in the ring "
+        "directory",
     )
     parser.add_argument(
         "--raw-tokens", action="store_true", help="send token values too, not only their digests"
@@ -70,6 +75,10 @@ def settings_of(args: argparse.Namespace) -> SidecarSettings:
     if args.ring_dir is None:
         raise SettingsError(
             "--ring-dir (or STAGEWATCH_RING_DIR) is missing: give the engine's ring directory"
+        )
+    if args.ring_dir.exists() and not args.ring_dir.is_dir():
+        raise SettingsError(
+            f"--ring-dir {args.ring_dir} is not a directory: give the engine's ring directory"
         )
     url = ingest_url(args.collector)
     if is_exposed(url):

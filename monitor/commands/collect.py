@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of the journal and the incidents",
     )
     parser.add_argument(
-        "--token-file", type=Path, help="file that holds the bearer token; read again when it changes"
+        "--token-file",
+        type=Path,
+        help=f"file that holds the bearer token, read again when it changes; {TOKEN} can hold the token itself; "
+        "without either one is made in the data directory, for listening on localhost only",
     )
     parser.add_argument(
         "--segment-bytes",
@@ -116,7 +119,9 @@ def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
         args.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_token(path)
     except OSError as error:
-        raise SettingsError(f"token {path} cannot be made: {error.strerror}") from None
+        raise SettingsError(
+            f"--data-dir {args.data_dir} cannot take a token: {error.strerror}: give another one"
+        ) from None
     read_token_file(path)
     return path, f"no token given: using the one in {path}; sidecars need it too (--token-file {path})"
 
@@ -181,6 +186,7 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
         collector.hub.close()
         server.should_exit = True
 
+    collector.on_crash = end
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
@@ -188,4 +194,4 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
     shown = f"[{host}]" if ":" in host else host
     print(f"stagewatch: listening on http://{shown}:{port}", flush=True)
     await server.serve(sockets=[listener])
-    return 0
+    return 0 if collector.crash is None else 1

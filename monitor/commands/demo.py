@@ -3,11 +3,14 @@
 import argparse
 import importlib.util
 import queue
+import signal
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=DEMO_SEED,
-        help="seed of the requests and the model (default: %(default)s)",
+        help="seed of the requests and the model",
     )
     parser.add_argument(
         "--step-ms",
@@ -51,8 +54,20 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise StagewatchError("demo runs a real pipeline and needs torch: pip install 'stagewatch[lab]'")
     demo = Demo(args.seed, args.step_ms, Style.for_stream(sys.stdout))
+    _end_as_told()
     with DemoStage() as stage:
         return demo.play(stage)
+
+
+def _end_as_told() -> None:
+    """From now on a signal to end unwinds like Ctrl-C, so that no process and no file stays behind."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
+            signal.signal(number, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +189,7 @@ class Demo:
                         f"{' ' * 12}stage {value.rank} {value.field:<10} {value.text}", self._style, " " * 31
                     )
                 )
-        print(f"{' ' * 12}found {_after(incident)}")
+        print(wrapped(f"{' ' * 12}found {_after(incident)}", self._style, " " * 12))
         sys.stdout.flush()
 
     def _summary(self, sound: LabResult, silent: bool, caught: Caught) -> int:
@@ -193,8 +208,8 @@ class Demo:
             latency_ms = statistics.median(_latency_ms(incident) for incident in found)
             steps = max(incident.latency_steps for incident in found)
             self._say(
-                f"{len(found)} requests went critical. From a request's first wrong step to its alarm: median "
-                f"{latency_ms:.0f} ms, at most {steps} steps further on."
+                f"{went_critical(sorted(caught.incidents), caught.changed)} From a request's first wrong step to its "
+                f"alarm: median {latency_ms:.0f} ms, at most {steps} step{'s' * (steps != 1)} further on."
             )
             self._say(found[0].remedy)
         return 0 if ok else 1
@@ -203,10 +218,21 @@ class Demo:
         return text(result.outputs[request].tokens[-WORDS_SHOWN:])
 
     def _title(self, title: str) -> None:
-        print(f"\n{self._style.paint(title, 'label')}", flush=True)
+        print(f"\n{self._style.paint(wrapped(title, self._style), 'title')}", flush=True)
 
     def _say(self, sentence: str) -> None:
         print(wrapped(f"  {sentence}", self._style, "  "), flush=True)
+
+
+def went_critical(critical: Sequence[str], changed: Sequence[str]) -> str:
+    """How many requests went critical, and why more of them did than answered something else."""
+    same = [request for request in critical if request not in changed]
+    also = " and ".join(filter(None, (", ".join(same[:-1]), *same[-1:])))
+    why = (
+        f"; of these {also} {'were' if len(same) > 1 else 'was'} fed wrong inputs, too, but " if same else ""
+    )
+    text = f"{'their' if len(same) > 1 else 'its'} text came out the same" if same else ""
+    return f"{len(critical)} request{'s' * (len(critical) != 1)} went critical{why}{text}."
 
 
 def _latency_ms(incident: Shown) -> float:

@@ -20,7 +20,10 @@ DESCRIPTION: Final = (
     "(NAME.rankN.jsonl), a ring left by an engine (NAME.ring), a directory of either, or a collector's data "
     "directory; give all ranks of a run."
 )
-EPILOG: Final = "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input."
+EPILOG: Final = (
+    "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input, or nothing in it to compare."
+)
+NOTHING_COMPARED: Final = 2
 INDETERMINATE: Final = "INDETERMINATE"
 
 
@@ -61,8 +64,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        _print(found)
-    return int(any(incident.severity >= Severity.WARNING for incident in incidents))
+        _print(found, names_engine=len(watch.states()) > 1)
+    if any(incident.severity >= Severity.WARNING for incident in incidents):
+        return 1
+    if found.rows == found.verdicts[INDETERMINATE]:
+        print(f"stagewatch: nothing was compared: {_why_nothing(found)}", file=sys.stderr)
+        return NOTHING_COMPARED
+    return 0
+
+
+def _why_nothing(found: Summary) -> str:
+    if not found.rows:
+        return "no step is recorded: give recordings of a run that served requests"
+    return f"{_reasons(found)}: give the recordings of all ranks of the same steps"
 
 
 def _say_what_is_missing(trace: TraceReader) -> None:
@@ -98,17 +112,20 @@ def summary(watch: Watch) -> Summary:
     )
 
 
-def _print(found: Summary) -> None:
+def _reasons(found: Summary) -> str:
+    return ", ".join(
+        f"{rows} {reason.replace('_', ' ')}" for reason, rows in sorted(found.indeterminate.items())
+    )
+
+
+def _print(found: Summary, *, names_engine: bool) -> None:
     style = Style.for_stream(sys.stdout)
     for each in found.incidents:
-        print(incident_text(each, style), end="\n\n")
+        print(incident_text(each, style, names_engine=names_engine), end="\n\n")
     counts = ", ".join(f"{rows} {verdict}" for verdict, rows in found.verdicts.items())
     print(wrapped(f"{found.steps} steps, {found.rows} rows: {counts}.", style))
     if found.indeterminate:
-        why = ", ".join(
-            f"{rows} {reason.replace('_', ' ')}" for reason, rows in sorted(found.indeterminate.items())
-        )
-        print(wrapped(f"Not comparable: {why}.", style))
+        print(wrapped(f"Not comparable: {_reasons(found)}.", style))
     severities = [each.severity for each in found.incidents]
     told = ", ".join(
         f"{severities.count(s.word)} {s.word}" for s in reversed(Severity) if s.word in severities

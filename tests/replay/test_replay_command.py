@@ -1,5 +1,6 @@
 """`stagewatch replay` over recorded traces and rings: verdicts, exit status, and what it says of bad input."""
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -102,6 +103,13 @@ class TestRecordedTraces:
             == replay(TRACES, "--json").json
         )
 
+    def test_the_text_names_the_engine_where_there_are_several(self, replay: Callable[..., Outcome]) -> None:
+        several = replay(TRACES).out.splitlines()
+        one = replay(*TRACES.glob("old-mask-*")).out.splitlines()
+        assert "  engine old-mask-pp2-eagle7" in several
+        assert [line for line in several if not line.startswith("  engine ")][:3] == one[:3]
+        assert not [line for line in one if line.startswith("  engine ")]
+
     def test_the_text_fits_a_narrow_terminal(
         self, replay: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -183,6 +191,42 @@ class TestAlteredTraces:
         assert (outcome.status, outcome.json["steps"]) == (0, 30)
         assert "cut off" in outcome.err
 
+    def test_the_mark_of_utf_8_that_some_editors_put_first_is_no_content(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        for path in copied("old-mask-pp2-eagle7", tmp_path):
+            path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert replay(tmp_path, "--json").json == replay(*TRACES.glob("old-mask-*"), "--json").json
+
+    def test_line_ends_of_windows_are_no_content(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        for path in copied("old-mask-pp2-eagle7", tmp_path):
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+        assert replay(tmp_path, "--json").json == replay(*TRACES.glob("old-mask-*"), "--json").json
+
+
+class TestNothingCompared:
+    """A run of which nothing was compared was not found sound."""
+
+    def test_files_without_a_step(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+        for path in copied("good-pp2-eagle7", tmp_path):
+            path.write_bytes(b"")
+        outcome = replay(tmp_path, "--json")
+        assert (outcome.status, outcome.json["rows"]) == (2, 0)
+        assert outcome.err == (
+            "stagewatch: nothing was compared: no step is recorded: give recordings of a run that served requests\n"
+        )
+
+    def test_a_rank_without_a_step(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+        _, last = copied("good-pp2-eagle7", tmp_path)
+        last.write_bytes(b"")
+        outcome = replay(tmp_path, "--json")
+        assert (outcome.status, outcome.json["indeterminate"]) == (2, {"rank_missing": 66})
+        assert outcome.err == (
+            "stagewatch: nothing was compared: 66 rank missing: give the recordings of all ranks of the same steps\n"
+        )
+
 
 class TestUnusableInput:
     def test_a_path_that_does_not_exist(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -200,6 +244,49 @@ class TestUnusableInput:
         last.unlink()
         outcome = replay(tmp_path)
         assert (outcome.status, "rank 1 is missing" in outcome.err) == (2, True)
+
+    def test_a_rank_that_comes_twice_is_named_with_its_files(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        first, _ = copied("good-pp2-eagle7", tmp_path)
+        shutil.copy(first, tmp_path / "good-pp2-eagle7.rank00.jsonl")
+        outcome = replay(tmp_path)
+        assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+        assert (
+            "rank 0 comes twice, as good-pp2-eagle7.rank0.jsonl and good-pp2-eagle7.rank00.jsonl"
+            in outcome.err
+        )
+
+    def test_ranks_in_different_directories_are_told_to_be_put_together(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        paths = []
+        for rank in (0, 1):
+            (tmp_path / f"node{rank}").mkdir()
+            ranks = copied("good-pp2-eagle7", tmp_path / f"node{rank}")
+            ranks[1 - rank].unlink()
+            paths.append(ranks[rank])
+        outcome = replay(*paths)
+        assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+        assert f"trace {tmp_path}/node0/good-pp2-eagle7: only rank 0" in outcome.err
+        assert "in one directory" in outcome.err
+
+    def test_a_compressed_trace_is_told_to_be_unpacked(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        first, last = copied("good-pp2-eagle7", tmp_path)
+        packed = tmp_path / (first.name + ".gz")
+        packed.write_bytes(gzip.compress(first.read_bytes()))
+        outcome = replay(packed)
+        assert (outcome.status, outcome.err) == (2, f"stagewatch: {packed}: compressed: unpack it first\n")
+        shutil.copy(packed, first)
+        outcome = replay(first, last)
+        assert (outcome.status, outcome.err) == (2, f"stagewatch: {first}: compressed: unpack it first\n")
+
+    def test_a_path_that_the_system_refuses(self, replay: Callable[..., Outcome]) -> None:
+        outcome = replay("x" * 300)
+        assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+        assert "cannot be read: File name too long" in outcome.err
 
     def test_a_single_rank_has_nothing_to_be_compared_with(self, replay: Callable[..., Outcome]) -> None:
         outcome = replay(TRACES / "good-pp2-eagle7.rank0.jsonl")

@@ -2,16 +2,18 @@
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from stagewatch.agents import commandline
 from stagewatch.agents.credentials import key_from_text, key_of_directory, read_token_file, token_from_text
 from stagewatch.agents.errors import SettingsError
-from stagewatch.agents.options import Parser, bounded, variable_of
+from stagewatch.agents.options import Parser, bounded, default_text, variable_of
 from stagewatch.monitor import docs
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,17 @@ def every_option() -> list[tuple[str, argparse.Action]]:
     return found
 
 
+def told(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    cleared = {name: value for name, value in os.environ.items() if not name.startswith("STAGEWATCH_")}
+    return subprocess.run(
+        [Path(sys.executable).parent / program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**cleared, **environment},
+    )
+
+
 class TestDocs:
     @pytest.mark.parametrize("name", docs.PAGES)
     def test_the_page_is_fresh(self, name: str) -> None:
@@ -105,7 +118,8 @@ class TestCommands:
         result = subprocess.run(
             [Path(sys.executable).parent / program, "--help"], capture_output=True, text=True, check=True
         )
-        listed = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")]
+        lines = result.stdout.splitlines()
+        listed = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
         assert listed == [name for name, _ in commandline.commands_of(package)]
 
     def test_an_unknown_command_names_those_there_are(self) -> None:
@@ -117,6 +131,53 @@ class TestCommands:
         )
         assert (result.returncode, result.stdout) == (2, "")
         assert result.stderr.startswith("stagewatch: there is no command 'colect': choose from ")
+
+    def test_help_fits_a_narrow_terminal(self) -> None:
+        for arguments in (["--help"], ["collect", "--help"]):
+            result = told("stagewatch", *arguments, COLUMNS="60")
+            assert (result.returncode, result.stderr) == (0, "")
+            assert max(map(len, result.stdout.splitlines())) <= 60
+
+    def test_no_command_is_a_mistake_and_its_answer_is_no_output(self) -> None:
+        result = told("stagewatch")
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith("usage: stagewatch COMMAND")
+
+    @pytest.mark.parametrize(("program", "package"), docs.PROGRAMS)
+    def test_help_tells_every_option_s_default_and_variable(self, program: str, package: ModuleType) -> None:
+        for name, _ in commandline.commands_of(package):
+            text = " ".join(told(program, name, "--help").stdout.split())
+            for command, action in every_option():
+                if command == f"{program} {name}":
+                    default = default_text(action)
+                    assert (
+                        f"(default: {default}; " if default else "("
+                    ) + f"env: {variable_of(action)})" in text
+
+    def test_a_default_in_bytes_is_told_in_binary_units_too(self) -> None:
+        made = Parser()
+        assert default_text(made.add_argument("--keep-bytes", default=8 << 30)) == "8589934592, 8 GiB"
+        assert default_text(made.add_argument("--ranks-max", default=4096)) == "4096"
+        assert default_text(made.add_argument("--loud", action="store_true")) == ""
+
+    def test_help_is_given_whatever_the_environment_holds(self) -> None:
+        result = told("stagewatch", "collect", "--help", STAGEWATCH_PORT="tcp://10.0.0.1:80")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "(default: 8765; env: STAGEWATCH_PORT)" in " ".join(result.stdout.split())
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--port", "99999"], "argument --port: 99999 is outside 0 to 65535"),
+            (["--prot", "1"], "unrecognized arguments: --prot 1"),
+        ],
+    )
+    def test_a_bad_flag_is_told_in_one_line(self, arguments: list[str], said: str) -> None:
+        result = told("stagewatch", "collect", *arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert (
+            result.stderr == f"stagewatch collect: {said} (`stagewatch collect --help` lists the options)\n"
+        )
 
     def test_the_sidecar_needs_no_collector_and_no_arrow(self) -> None:
         code = (
@@ -156,6 +217,12 @@ class TestCredentials:
         assert (tmp_path / "digest.key").stat().st_mode & 0o777 == 0o600
         assert list(tmp_path.iterdir()) == [tmp_path / "digest.key"]  # nothing half made is left
         assert key_of_directory(_made(tmp_path / "other")) != key
+
+    def test_a_directory_that_is_none_holds_no_key(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(SettingsError) as caught:
+            key_of_directory(tmp_path / "file")
+        assert "cannot be made: Not a directory" in str(caught.value)
 
 
 def _made(directory: Path) -> Path:
