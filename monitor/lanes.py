@@ -21,6 +21,8 @@ OPEN: Final = 1 << 62
 CALLS_WAITING_MAX: Final = 65_536
 """Calls of one rank that wait for the others; past it the oldest are given up and their steps are incomplete."""
 GAPS_MAX: Final = 1024
+SLOTS_MAX: Final = 1 << 20
+"""Slot numbers believed; what is kept of a slot is kept in a table."""
 AHEAD: Final = 2
 """Steps after a gap that may still lack events: on CUDA a step's inputs are published after its calls."""
 
@@ -41,9 +43,16 @@ class Binds:
     @classmethod
     def of(cls, events: EventBlock) -> "Binds":
         """The binds among a rank's events."""
-        at = np.flatnonzero(events.kind == Kind.BIND)
+        at = np.flatnonzero((events.kind == Kind.BIND) & (events.slot >= 0) & (events.slot < SLOTS_MAX))
         slot, generation = events.slot[at].astype(np.int64), events.generation[at].astype(np.int64)
         return cls(events.step[at], slot, generation, events.request[at], events.t_ns[at])
+
+    def part(self, first: int, end: int) -> "Binds":
+        """Binds ``first`` to ``end`` (exclusive)."""
+        kept = slice(first, end)
+        return Binds(
+            self.step[kept], self.slot[kept], self.generation[kept], self.request[kept], self.t_ns[kept]
+        )
 
     def where(self, keep: NDArray[np.bool_]) -> "Binds":
         """The marked binds."""
@@ -133,7 +142,7 @@ class Lane:
         calls, binds = Calls.of(events, self._names), Binds.of(events)
         if not fresh.all():
             calls = calls.where(fresh[events.kind == Kind.COLLECTIVE])
-            binds = binds.where(fresh[events.kind == Kind.BIND])
+            binds = Binds.of(select(events, fresh))
         if len(calls) and calls.step[0] < judged:
             # The other ranks' calls of these steps are gone: nobody is left to compare them with.
             late = calls.step < judged

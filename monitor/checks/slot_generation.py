@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from stagewatch.agents.evidence import PayloadBlock
+from stagewatch.agents.evidence import I64, PayloadBlock
+from stagewatch.agents.record import U64
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
@@ -31,8 +32,8 @@ class SlotGeneration:
     )
 
     def __init__(self) -> None:
-        self._owner: dict[tuple[int, int], tuple[int, int]] = {}
-        """(rank index, slot) -> (generation, request) of the newest bind."""
+        self._owners: dict[int, _Owners] = {}
+        """Per rank index, the owner of every slot as of the newest bind."""
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Look at what was consumed and at slots that were bound again, in the order it happened."""
@@ -60,13 +61,16 @@ class SlotGeneration:
         if binds is not None:
             yield from self._rebound(group, index, binds, bound, len(binds), history)
 
+    def _owners_of(self, index: int) -> "_Owners":
+        return self._owners.setdefault(index, _Owners())
+
     def _stale(
         self, group: Group, index: int, consumed: PayloadBlock, row: int, at: int, history: History
     ) -> Finding:
         slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
-        owner = self._owner.get((index, slot))
-        harmed = owner is not None and owner[0] == now
-        request = owner[1] if owner is not None and harmed else int(consumed.request[row])
+        owner, generation = self._owners_of(index).at(slot)
+        harmed = owner != 0 and generation == now
+        request = owner if harmed else int(consumed.request[row])
         step = int(consumed.at[at])
         life = history.life(request, step if harmed else int(consumed.step[at]))
         rank = group.number(index)
@@ -96,14 +100,16 @@ class SlotGeneration:
         self, group: Group, index: int, binds: Binds, first: int, end: int, history: History
     ) -> Iterator[Finding]:
         """Slots that got a new owner without a new generation: the next stale update will not be noticed."""
-        columns = (binds.step, binds.slot, binds.generation, binds.request, binds.t_ns)
-        for place, (step, slot, generation, request, t_ns) in enumerate(
-            zip(*(column[first:end].tolist() for column in columns), strict=True)
-        ):
-            before = self._owner.get((index, slot))
-            self._owner[index, slot] = (generation, request)
-            if before is None or before[0] != generation or before[1] == request:
-                continue
+        if first >= end:
+            return
+        part = binds.part(first, end)
+        for place in self._owners_of(index).bind(part):
+            step, slot = int(part.step[place]), int(part.slot[place])
+            generation, request, t_ns = (
+                int(part.generation[place]),
+                int(part.request[place]),
+                int(part.t_ns[place]),
+            )
             rank = group.number(index)
             life = history.life(request, step + 1)
             yield Finding(
@@ -121,6 +127,39 @@ class SlotGeneration:
                 fields=("req_idx_gen",),
                 t_ns=t_ns,
             )
+
+
+class _Owners:
+    """Who has each of a rank's slots: request key and generation, by slot."""
+
+    def __init__(self) -> None:
+        self._request: U64 = np.zeros(0, np.uint64)
+        self._generation: I64 = np.zeros(0, np.int64)
+
+    def at(self, slot: int) -> tuple[int, int]:
+        """(request key, generation) of a slot's owner; (0, 0) for a slot never bound."""
+        if slot >= len(self._request):
+            return 0, 0
+        return int(self._request[slot]), int(self._generation[slot])
+
+    def bind(self, binds: Binds) -> list[int]:
+        """Take binds; return the places of those that did not raise their slot's generation."""
+        missing = int(binds.slot.max()) + 1 - len(self._request)
+        if missing > 0:
+            self._request = np.concatenate([self._request, np.zeros(missing, np.uint64)])
+            self._generation = np.concatenate([self._generation, np.zeros(missing, np.int64)])
+        found: list[int] = []
+        if len(np.unique(binds.slot)) == len(binds):
+            return self._bind(binds, 0)
+        for place in range(len(binds)):
+            found += self._bind(binds.part(place, place + 1), place)
+        return found
+
+    def _bind(self, binds: Binds, first: int) -> list[int]:
+        request, generation = self._request[binds.slot], self._generation[binds.slot]
+        same = (request != 0) & (generation == binds.generation) & (request != binds.request)
+        self._request[binds.slot], self._generation[binds.slot] = binds.request, binds.generation
+        return [first + place for place in np.flatnonzero(same).tolist()]
 
 
 def _stale_rows(consumed: PayloadBlock) -> list[tuple[int, int, int]]:
