@@ -1,6 +1,7 @@
 """Secrets a command is given: the bearer token and the digest key. They never appear in an error's text."""
 
 import contextlib
+import errno
 import os
 import secrets
 from hashlib import blake2b
@@ -19,7 +20,7 @@ _FILE_SIZE_MAX: Final = 4096
 
 def read_token_file(path: Path) -> str:
     """The bearer token in ``path``. Raises SettingsError."""
-    return token_from_text(_read(path, "token file"), f"token file {path}")
+    return token_from_text(_read(path, "token file", 32), f"token file {path}")
 
 
 def token_from_text(text: str, source: str) -> str:
@@ -40,7 +41,7 @@ def token_from_text(text: str, source: str) -> str:
 
 def read_key_file(path: Path) -> bytes:
     """The digest key in ``path``, as hex digits. Raises SettingsError."""
-    return key_from_text(_read(path, "key file"), f"key file {path}")
+    return key_from_text(_read(path, "key file", KEY_SIZE), f"key file {path}")
 
 
 def key_from_text(text: str, source: str) -> bytes:
@@ -88,12 +89,14 @@ def key_fingerprint(key: bytes) -> Fingerprint:
     return Fingerprint("digest_key", value)
 
 
-def _read(path: Path, what: str) -> str:
+def _read(path: Path, what: str, size: int) -> str:
+    """What a file holds. ``size`` is that of a fresh secret, in random bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(_FILE_SIZE_MAX + 1)
     except OSError as error:
-        raise SettingsError(f"{what} {path} cannot be read: {error.strerror}") from None
+        way_out = f": make one with `openssl rand -hex {size}`" if error.errno == errno.ENOENT else ""
+        raise SettingsError(f"{what} {path} cannot be read: {error.strerror}{way_out}") from None
     if len(content) > _FILE_SIZE_MAX:
         raise SettingsError(f"{what} {path} is longer than {_FILE_SIZE_MAX} bytes: that is something else")
     try:

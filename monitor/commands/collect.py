@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Final
 
 import uvicorn
 
@@ -21,8 +23,12 @@ from stagewatch.agents.wire import Limits
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.auth import make_token
 from stagewatch.monitor.collector import Collector
+from stagewatch.monitor.connections import ImpatientProtocol, allow_many_files
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.watch import Watch
+
+DEAF_S: Final = 60
+"""A peer that acknowledges nothing for so long is taken for dead."""
 
 HELP = "take evidence from sidecars, compare the ranks, keep and serve the incidents"
 
@@ -74,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open-metrics",
         action="store_true",
-        help="let anybody who reaches the port read /metrics, without the token",
+        help="let anybody who reaches the port read /metrics and whether an engine is well, without the token",
     )
 
 
@@ -94,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         open_metrics=args.open_metrics,
         limits=Limits(),
     )
+    allow_many_files()
     collector = Collector(settings, Watch())
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         if said:
@@ -147,6 +154,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise SettingsError(f"--host {host} is no address to listen on: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Every connection inherits these: whoever is gone, or no longer reads, does not keep one for ever.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT"):
+            if hasattr(socket, option):  # Linux
+                limit = DEAF_S * (1000 if option == "TCP_USER_TIMEOUT" else 1)
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), limit)
         listener.bind(address)
         listener.listen(1024)
     except OSError as error:
@@ -155,6 +168,31 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}: choose another --port, or stop what uses it"
         ) from None
     return listener
+
+
+class _Refusals(logging.Filter):
+    """Tells of refused connections once in a while, in words; uvicorn calls each an error of ours."""
+
+    _UVICORN: Final = "ASGI callable returned without completing handshake."
+    _PAUSE_S: Final = 60.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._silent_until = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be logged; its text may change."""
+        if record.msg != self._UVICORN:
+            return True
+        now = time.monotonic()
+        if now < self._silent_until:
+            return False
+        self._silent_until = now + self._PAUSE_S
+        record.msg = (
+            "a sidecar was refused: compare its --token-file with ours (see stagewatch_ingest_refused_total)"
+        )
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
 
 
 class _Server(uvicorn.Server):
@@ -166,9 +204,11 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(collector: Collector, listener: socket.socket) -> int:
+    logging.getLogger("uvicorn.error").addFilter(_Refusals())
     server = _Server(
         uvicorn.Config(
             create_app(collector),
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="on",
