@@ -21,13 +21,13 @@ CAPACITY = 1 << 22
 class Watched:
     """A stand-in pipeline with a probe on each stage."""
 
-    def __init__(self, variant: str, directory: Path, drafts: int) -> None:
+    def __init__(self, variant: str, directory: Path, drafts: int, budget_share: float = 0.0) -> None:
         self.pipeline = Pipeline(variant, drafts)
         self.probes: list[Probe] = []
         self.hooks: list[RankHooks] = []
         self._paths: list[Path] = []
         for stage, rank in enumerate(self.pipeline.ranks):
-            probe, path = make_probe(directory, variant, stage, drafts)
+            probe, path = make_probe(directory, variant, stage, drafts, budget_share)
             hooks = hooks_of(rank, probe)
             hooks.install()
             self.probes.append(probe)
@@ -39,7 +39,9 @@ class Watched:
         return list(RingReader(self._paths[stage]).read(1 << 20))
 
 
-def make_probe(directory: Path, variant: str, stage: int, drafts: int) -> tuple[Probe, Path]:
+def make_probe(
+    directory: Path, variant: str, stage: int, drafts: int, budget_share: float = 0.0
+) -> tuple[Probe, Path]:
     """A probe with a ring of its own."""
     identity = Identity(
         "test",
@@ -57,7 +59,7 @@ def make_probe(directory: Path, variant: str, stage: int, drafts: int) -> tuple[
         1,
     )
     ring = RingWriter(directory, identity, CAPACITY)
-    return Probe(ring, identity, heartbeat_s=3600), ring.path
+    return Probe(ring, identity, heartbeat_s=3600, budget_share=budget_share), ring.path
 
 
 def hooks_of(rank: Rank, probe: Probe) -> RankHooks:
@@ -78,10 +80,10 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     """Make a watched pipeline: ``watch(variant, drafts=3)``."""
     made: list[Watched] = []
 
-    def make(variant: str, drafts: int = 3) -> Watched:
+    def make(variant: str, drafts: int = 3, budget_share: float = 0.0) -> Watched:
         directory = tmp_path / f"rings{len(made)}"
         directory.mkdir(mode=0o700)
-        made.append(Watched(variant, directory, drafts))
+        made.append(Watched(variant, directory, drafts, budget_share))
         return made[-1]
 
     yield make

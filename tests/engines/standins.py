@@ -7,6 +7,7 @@ that is wrong now and then, deferred consumption through a queue, slots with gen
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ _BATCH = [
     "num_scheduled_tokens",
     "num_tokens",
     "num_tokens_after_padding",
+    "num_draft_tokens",
     "num_draft_tokens_per_req",
     "query_start_loc",
     "query_start_loc_np",
@@ -186,10 +188,13 @@ def make_pp_utils(variant: str) -> ModuleType:
             if module.compute_need_sampled_mask(input_batch) is None:  # type: ignore[attr-defined]
                 return
             if variant not in ("A1", "A2"):
-                missing = self.num_speculative_steps + 1 - sampled_token_ids.shape[1]
+                missing = self._width(input_batch) - sampled_token_ids.shape[1]
                 sampled_token_ids = torch.nn.functional.pad(sampled_token_ids, (0, missing))
             self._put(sampled_token_ids)
             self._put(torch.stack((num_sampled, num_rejected)))
+
+        def _width(self, input_batch: Any) -> int:
+            return self.num_speculative_steps + 1
 
         def _put(self, tensor: Any) -> None:
             self._distributed.broadcast(tensor, src=1, group=self.broadcast_group)
@@ -199,7 +204,7 @@ def make_pp_utils(variant: str) -> ModuleType:
             if mask is None:
                 return False
             rows, k = input_batch.num_reqs, self.num_speculative_steps
-            tokens = torch.zeros(rows, k + 1, dtype=torch.int64)
+            tokens = torch.zeros(rows, self._width(input_batch), dtype=torch.int64)
             counts = torch.zeros(2, rows, dtype=torch.int32)
             self._put(tokens)
             self._put(counts)
@@ -267,6 +272,9 @@ def make_pp_utils(variant: str) -> ModuleType:
             return self._outputs(found)
 
     class VariableWidth(Base):
+        def _width(self, input_batch: Any) -> int:
+            return self.num_speculative_steps + 1 if input_batch.num_draft_tokens else 1
+
         def broadcast_drafts(self, draft_tokens: Any) -> None:
             self._put(draft_tokens)
 
@@ -307,7 +315,10 @@ class GPUModelRunner:
         self.req_states = RequestState(rank.drafts)
         self.pp_handler = rank.pp_utils.PPHandler(rank)
         self.served: dict[str, list[int]] = {}
+        self.max_num_reqs, self.max_num_tokens, self.device = SLOTS, SLOTS * MODEL_LEN, torch.device("cpu")
+        self.num_speculative_steps, self.vocab_size, self.max_model_len = rank.drafts, VOCAB, MODEL_LEN
         self._batch: Any = None
+        self._planned = 0
 
     def update_pp_decode_requests(self) -> None:
         """Consume what was received two steps ago."""
@@ -349,6 +360,7 @@ class GPUModelRunner:
             )
         for name, computed in scheduler_output.computed.items():
             self.req_states.num_computed_tokens_np[self.req_states.req_id_to_index[name]] = computed
+        self._planned = scheduler_output.num_spec_tokens_to_schedule
         if scheduler_output.num_scheduled_tokens:
             self._batch = self.prepare_inputs(scheduler_output, batch_desc=SimpleNamespace(cg_mode=None))
 
@@ -381,6 +393,7 @@ class GPUModelRunner:
             "num_scheduled_tokens": scheduled,
             "num_tokens": len(ids),
             "num_tokens_after_padding": len(ids),
+            "num_draft_tokens": int(counts.sum()),
             "num_draft_tokens_per_req": counts if counts.any() else None,
             "query_start_loc": torch.from_numpy(starts),
             "query_start_loc_np": starts,
@@ -404,7 +417,7 @@ class GPUModelRunner:
             self._sample(batch)
             return
         if self._rank.variant == "D":
-            self.pp_handler.receive(batch, True)
+            self.pp_handler.receive(batch, self._planned > 0)
         else:
             self.pp_handler.receive(batch)
         for slot, count in zip(batch.idx_mapping_np, batch.num_scheduled_tokens, strict=True):
@@ -441,9 +454,10 @@ class GPUModelRunner:
                 states.last_sampled_tokens[slot, 0] = sampled[-1]
                 block[row] = self._propose(sampled[-1], int(states.num_computed_tokens.gpu[slot]))
                 self.served.setdefault(batch.req_ids[row], []).extend(sampled)
+        block[:, self._planned :] = -1
         states.draft_tokens[batch.idx_mapping] = block
         if self._rank.variant == "D":
-            if self._rank.pp_utils.compute_need_sampled_mask(batch) is not None:
+            if self._planned and self._rank.pp_utils.compute_need_sampled_mask(batch) is not None:
                 self.pp_handler.broadcast_drafts(block)
         elif self._rank.variant in ("B", "C"):
             self.pp_handler.broadcast_drafts(states.draft_tokens, batch)
@@ -492,6 +506,8 @@ class Request:
     max_tokens: int
     arrives: int = 0
     aborted: int = -1
+    drafts_max: int = 1 << 30
+    """Most drafts of this request that are verified in a step, as where a grammar refuses the rest."""
 
 
 class Pipeline:
@@ -501,7 +517,10 @@ class Pipeline:
         self.wire = Wire()
         self.drafts = drafts
         self.ranks = [Rank(variant, self.wire, is_last=last, drafts=drafts) for last in (False, True)]
-        self._pending: deque[tuple[str, int, int]] = deque()
+        self.planned: Callable[[int], int] = lambda step: drafts
+        """Draft tokens to propose at a step."""
+        self.between: Callable[[int], None] = lambda step: None
+        """Called before each step."""
 
     def serve(self, requests: list[Request], chunk: int = 4) -> dict[str, list[int]]:
         """Run all requests to their end."""
@@ -512,10 +531,13 @@ class Pipeline:
         waiting = list(requests)
         finished: set[str] = set()
         step = 0
+        drafted: dict[str, int] = {}
         while waiting or running or finished:
+            self.between(step)
             new = [request for request in waiting if request.arrives <= step and len(running) < SLOTS]
             for request in new:
                 waiting.remove(request)
+                last.served.pop(request.name, None)
                 running[request.name], mirror[request.name], eligible[request.name] = request, 0, step
             for request in [r for r in running.values() if r.aborted == step]:
                 finished.add(request.name)
@@ -527,7 +549,7 @@ class Pipeline:
                 finished=finished,
                 computed={},
                 total=0,
-                num_spec_tokens_to_schedule=self.drafts,
+                num_spec_tokens_to_schedule=self.planned(step),
             )
             for name, request in running.items():
                 if eligible[name] > step:
@@ -538,15 +560,20 @@ class Pipeline:
                 else:
                     # The mirror is the device's own count once the row's last step has been verified.
                     done = int(last.req_states.num_computed_tokens.gpu[last.req_states.req_id_to_index[name]])
-                    count = self.drafts + 1
-                    plan.drafts[name] = self.drafts
+                    plan.drafts[name] = min(drafted[name], request.drafts_max)
+                    count = plan.drafts[name] + 1
                 plan.num_scheduled_tokens[name] = count
                 plan.computed[name] = done
                 mirror[name] = done + count
                 if mirror[name] >= prompt:
                     eligible[name] = step + 2
+                    drafted[name] = plan.num_spec_tokens_to_schedule
+            if plan.num_scheduled_tokens:
+                self.ranks[1].pp_group.irecv_tensor_dict()
             for runner in (first, last):
                 runner.execute_model(plan)
+            if plan.num_scheduled_tokens:
+                self.ranks[0].pp_group.isend_tensor_dict({"hidden_states": torch.zeros(2), "step": step})
             last.sample_tokens(None)
             first.sample_tokens(None)
             finished = set()

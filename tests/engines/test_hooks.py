@@ -141,16 +141,39 @@ class TestEveryVariant:
         watched = watch(variant)
         watched.pipeline.serve([Request("one", [4, 2], 5)])
         lists = [
-            [(r.step, r.body.what, r.body.numel) for r in watched.records(stage) if r.kind is Kind.COLLECTIVE]
+            [
+                (r.step, r.body.what, r.body.numel)
+                for r in watched.records(stage)
+                if r.kind is Kind.COLLECTIVE and r.body.what.startswith("pp_broadcast ")
+            ]
             for stage in (0, 1)
         ]
         first = [numel for step, _, numel in lists[1] if step == 1]
         if variant in RELAYING:
             assert lists[0] == lists[1]
-            assert first == [4, 2, 3]
+            assert first == [1 if variant == "D" else 4, 2, 3]  # a prompt's step verifies no drafts
         else:
             assert first == [1, 2]  # the sender's width on a step without drafts
             assert [numel for step, _, numel in lists[0] if step == 1] == [4, 2]
+
+    def test_hidden_states_are_recorded_under_the_step_they_belong_to(
+        self, watch: Watch, variant: str
+    ) -> None:
+        watched = watch(variant)
+        watched.pipeline.serve(requests())
+        lists = [
+            [
+                (r.step, r.body.what, r.body.numel)
+                for r in watched.records(stage)
+                if r.kind is Kind.COLLECTIVE and r.body.what.startswith("pp_p2p ")
+            ]
+            for stage in (0, 1)
+        ]
+        steps = sorted(by_step(watched.records(0), Kind.INPUTS))
+        assert lists == [
+            [(step, "pp_p2p send float32", 2) for step in steps],
+            [(step, "pp_p2p receive unknown", -1) for step in steps],
+        ]
 
     def test_dummy_batches_leave_no_trace(self, watch: Watch, variant: str) -> None:
         watched = watch(variant)

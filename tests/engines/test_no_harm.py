@@ -1,0 +1,217 @@
+"""Whatever goes wrong in the hooks, the engine serves what it would have served, and somebody is told."""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Watched, hooks_of
+from standins import Pipeline, Request
+
+from stagewatch.agents.budget import Budget
+from stagewatch.agents.engines.vllm import _Timer
+from stagewatch.agents.engines.vllm_hooks import RankHooks
+from stagewatch.agents.engines.wrapping import Wrapping
+from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.record import Kind
+
+Watch = Callable[..., Watched]
+
+BOTH, FIRST, LAST = (0, 1), (0,), (1,)
+HOOKS = {
+    "_execute": BOTH,
+    "_prepared": BOTH,
+    "_sampled": BOTH,
+    "_added": BOTH,
+    "_freed": BOTH,
+    "_masked": BOTH,
+    "_collective": BOTH,
+    "_broadcast": LAST,
+    "_relayed": LAST,
+    "_sending": FIRST,
+    "_receiving": LAST,
+    "_received": FIRST,
+    "_consuming": FIRST,
+    "_consumed": FIRST,
+}
+REQUESTS = [
+    Request("r", [1, 2, 3, 4, 5], 14),
+    Request("s", [3, 3], 50, aborted=6),
+    Request("t", [9], 8, arrives=6),
+]
+
+
+class UnspeakableError(Exception):
+    """An exception that fails again when it is asked what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def wrapped(watched: Watched, stage: int) -> list[str]:
+    """Names of the wrappers that a stage's objects carry."""
+    rank = watched.pipeline.ranks[stage]
+    owners = (rank.runner, rank.runner.req_states, rank.runner.pp_handler, rank.pp_utils, rank.distributed)
+    return [n for owner in owners for n, v in vars(owner).items() if hasattr(v, "__wrapped__")]
+
+
+class TestEveryHook:
+    def test_the_list_is_complete(self, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+        installed: set[str] = set()
+        wrap = Wrapping.wrap
+
+        def note(self: Wrapping, target: Any, name: str, before: Any = None, after: Any = None) -> None:
+            installed.update(hook.__name__ for hook in (before, after) if hook is not None)
+            wrap(self, target, name, before, after)
+
+        monkeypatch.setattr(Wrapping, "wrap", note)
+        watch("C")
+        assert installed == set(HOOKS)
+
+    @pytest.mark.parametrize(
+        "error", [ValueError("two\nlines"), UnspeakableError()], ids=["spoken", "unspeakable"]
+    )
+    @pytest.mark.parametrize("hook", HOOKS)
+    def test_an_exception_disarms_its_rank_and_goes_no_further(
+        self, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+        hook: str, error: Exception,
+    ) -> None:  # fmt: skip
+        def failing(*_: Any) -> None:
+            raise error
+
+        failing.__name__ = hook
+        monkeypatch.setattr(RankHooks, hook, failing)
+        watched = watch("C")
+        assert watched.pipeline.serve(REQUESTS) == Pipeline("C").serve(REQUESTS)
+        assert [probe.armed for probe in watched.probes] == [stage not in HOOKS[hook] for stage in BOTH]
+        words = "UnspeakableError" if isinstance(error, UnspeakableError) else "ValueError: two lines"
+        said = f"{hook.lstrip('_')} failed: {words}"
+        for stage in HOOKS[hook]:
+            notes = [r.body.text for r in watched.records(stage) if r.kind is Kind.NOTE]
+            assert notes == [f"disarmed: {said}"]
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == len(HOOKS[hook])
+        assert all(said in message and "\n" not in message for message in messages)
+
+
+class TestDeferred:
+    def test_an_engine_that_never_consumes_is_not_made_to_keep_its_tensors(self, watch: Watch) -> None:
+        watched = watch("C")
+        handler = watched.pipeline.ranks[0].runner.pp_handler
+        hooks, probe = watched.hooks[0], watched.probes[0]
+        batch = one_row()
+        for number in range(20):
+            for size in (4, 2, 3):
+                handler.broadcast_group.wire.sent.append(torch.zeros(size))
+            handler.queue[-1] = None
+            probe.step = number
+            handler.receive(batch)
+        assert len(hooks._deferred) <= len(handler.queue)
+        assert probe.armed
+        assert probe._drops == 20 - len(hooks._deferred)
+
+    def test_a_probe_that_is_disarmed_in_mid_step_keeps_nothing(self, watch: Watch) -> None:
+        watched = watch("C")
+        watched.pipeline.between = lambda step: watched.probes[0].disarm("told to") if step == 5 else None
+        assert watched.pipeline.serve(REQUESTS) == Pipeline("C").serve(REQUESTS)
+        kept = len(watched.hooks[0]._deferred)
+        watched.pipeline.serve([Request("more", [1, 2], 20)])
+        assert len(watched.hooks[0]._deferred) == kept <= 2
+        watched.hooks[0].remove()
+        assert len(watched.hooks[0]._deferred) == 0
+
+    def test_a_place_that_was_not_filled_anew_is_counted_and_not_recorded_twice(self, watch: Watch) -> None:
+        """GIVEN an engine that receives again into the place of the entry before THEN only one is recorded."""
+        watched = watch("C")
+        watched.pipeline.serve([Request("r", [1, 2], 3)])
+        hooks, handler = watched.hooks[0], watched.pipeline.ranks[0].runner.pp_handler
+        zeros, slots = torch.zeros(1, dtype=torch.int32), np.array([0])
+        handler.queue[-1] = watched.pipeline.ranks[0].pp_utils.PendingRecv(
+            None,
+            torch.zeros(1, 4),
+            zeros,
+            zeros,
+            torch.from_numpy(slots),
+            slots,
+            np.array([True]),
+            slots,
+            None,
+        )
+        before = len([r for r in watched.records(0) if r.kind is Kind.RECEIVED])
+        hooks._received(None, None, (one_row(),), {})
+        hooks._received(None, None, (one_row(),), {})
+        assert len([r for r in watched.records(0) if r.kind is Kind.RECEIVED]) == before + 1
+        assert (watched.probes[0]._drops, watched.probes[0].armed) == (1, True)
+
+
+def one_row() -> SimpleNamespace:
+    """A batch of one decoding row."""
+    slots = np.array([0])
+    return SimpleNamespace(
+        req_ids=["r"], num_reqs=1, idx_mapping=torch.from_numpy(slots), idx_mapping_np=slots,
+        num_computed_tokens_np=np.array([5]), num_scheduled_tokens=np.array([4]), prefill_len_np=np.array([2]),
+        is_prefilling_np=np.array([False]), max_seq_len_np=None,
+    )  # fmt: skip
+
+
+class TestBudget:
+    def test_a_rank_over_its_budget_disarms_and_takes_its_wrappers_off(
+        self, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """GIVEN a budget that hooks cannot keep WHEN a window of steps is over THEN no wrapper is left."""
+        monkeypatch.setattr(Budget, "WINDOW", 8)
+        watched = watch("C", budget_share=1e-6)
+        timers = [
+            _Timer(probe, lambda: None, hooks.remove, 0.01)
+            for probe, hooks in zip(watched.probes, watched.hooks, strict=True)
+        ]
+        for timer in timers:
+            timer.start()
+        assert wrapped(watched, 0)
+        request = Request("r", [1, 2], 40)
+        assert watched.pipeline.serve([request]) == Pipeline("C").serve([request])
+        for timer in timers:
+            timer.join(timeout=30)
+        assert [probe.armed for probe in watched.probes] == [False, False]
+        assert [wrapped(watched, stage) for stage in (0, 1)] == [[], []]
+        assert all("budget exceeded: p99" in record.getMessage() for record in caplog.records)
+        assert len(caplog.records) == 2
+
+    def test_hook_time_is_accounted_to_its_step(self, watch: Watch) -> None:
+        watched = watch("C")
+        watched.pipeline.serve([Request("r", [1, 2], 20)])
+        ns, steps, p99 = watched.probes[0]._budget.since_last()
+        assert steps == watched.probes[0].step
+        assert 0 < p99 <= ns
+
+
+class TestOneRankAProcess:
+    def test_a_second_worker_is_refused_while_the_first_is_armed(self, watch: Watch) -> None:
+        watched = watch("C")
+        rank = watched.pipeline.ranks[0]
+        with pytest.raises(StagewatchError, match="another worker of this process is armed"):
+            hooks_of(rank, watched.probes[1]).install()
+        watched.probes[0].disarm("its engine is gone")
+        second = hooks_of(rank, watched.probes[1])
+        second.install()
+        second.remove()
+
+    def test_removal_while_the_engine_calls_is_harmless(self, watch: Watch) -> None:
+        """GIVEN a thread that takes the wrappers off in mid-run THEN the engine serves the same."""
+        watched = watch("C")
+        removers: list[threading.Thread] = []
+
+        def remove(step: int) -> None:
+            if step == 4:
+                removers.extend(threading.Thread(target=hooks.remove) for hooks in watched.hooks)
+                for thread in removers:
+                    thread.start()
+
+        watched.pipeline.between = remove
+        assert watched.pipeline.serve(REQUESTS) == Pipeline("C").serve(REQUESTS)
+        for thread in removers:
+            thread.join()
+        assert wrapped(watched, 0) == wrapped(watched, 1) == []
