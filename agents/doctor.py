@@ -20,8 +20,8 @@ from stagewatch.agents.engines.vllm_variants import (
     inspect_engine,
     load_engine,
 )
-from stagewatch.agents.errors import one_line
-from stagewatch.agents.settings import RING_DIR
+from stagewatch.agents.errors import SettingsError, one_line
+from stagewatch.agents.settings import RING_DIR, ProbeSettings
 
 __all__ = ["Examination", "UnknownShapeError", "arming", "cadence_of", "diagnose", "examine"]
 
@@ -218,6 +218,11 @@ def arming(environment: Mapping[str, str]) -> str:
     allowed: Any = environment.get("VLLM_PLUGINS")
     if allowed is not None and "stagewatch" not in allowed.split(","):
         return f"no: VLLM_PLUGINS={allowed} leaves stagewatch out: add it"
-    if not environment.get(RING_DIR):
-        return f"no: {RING_DIR} is not set"
+    try:
+        if ProbeSettings.from_environment(environment) is None:
+            return f"no: {RING_DIR} is not set"
+    except SettingsError as error:
+        return f"no: {error}"
+    if environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "no: VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner, which has no such broadcast"
     return "yes, where pipeline_parallel_size is above 1 and the V2 model runner is used"

@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from standins import VARIANTS, make_engine
@@ -89,17 +90,34 @@ class TestCommand:
     def test_json_is_one_object_and_the_status_the_verdict(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(command, "examine", lambda plugins: examination("A1"))
+        def talkative(plugins: bool) -> Examination:
+            print("INFO: the engine logs to standard output")
+            return examination("A1")
+
+        monkeypatch.setattr(command, "examine", talkative)
         status = command.run(argparse.Namespace(json=True, no_plugins=False))
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(capsys.readouterr().out)  # and nothing of the engine's own lines
         assert (status, found["verdict"], found["variant"], found["mask"]) == (1, "exposed", "A1", "faulty")
         assert len(found["cases"]) == 8
 
     def test_an_environment_without_vllm_is_told_so_in_one_line(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+        monkeypatch.setitem(sys.modules, "vllm", None)
         with pytest.raises(doctor.UnknownShapeError, match="install stagewatch in the engine's environment"):
+            doctor.examine()
+
+    def test_a_plugin_that_fails_is_named_with_the_way_round_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing() -> None:
+            raise OSError("no licence\nfound")
+
+        plugins = SimpleNamespace(load_general_plugins=failing)
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+        monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
+        monkeypatch.setattr(doctor, "load_engine", lambda: make_engine("C"))
+        with pytest.raises(doctor.UnknownShapeError, match=r"OSError: no licence found\).*--no-plugins"):
             doctor.examine()
 
 
@@ -110,6 +128,14 @@ class TestArming:
             ({"VLLM_PLUGINS": "other"}, "no: VLLM_PLUGINS=other leaves stagewatch out"),
             ({}, "no: STAGEWATCH_RING_DIR is not set"),
             ({"STAGEWATCH_RING_DIR": "rings", "VLLM_PLUGINS": "stagewatch"}, "yes, where"),
+            (
+                {"STAGEWATCH_RING_DIR": "rings", "STAGEWATCH_RING_BYTES": "many"},
+                "no: STAGEWATCH_RING_BYTES='many' is not a number",
+            ),
+            (
+                {"STAGEWATCH_RING_DIR": "rings", "VLLM_USE_V2_MODEL_RUNNER": "0"},
+                "no: VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner",
+            ),
         ],
     )
     def test_says_whether_a_worker_here_would_arm(self, environment: dict[str, str], said: str) -> None:

@@ -1,7 +1,9 @@
 """The fixed mask replaces a proven fault on all ranks or on none."""
 
+import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -104,6 +106,19 @@ class TestRefusal:
         prepared = Prepared(variant, store)
         assert prepared.notes[0] == prepared.notes[1]
         assert prepared.notes[0][0].startswith("fixed mask refused: the engine's own mask is sound")
+        assert not store.check(["stagewatch/fixed-mask/0"])
+
+    def test_a_mask_that_another_module_holds_too_is_kept(
+        self, store: torch.distributed.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """GIVEN a fork whose runner imported the mask by name THEN it is not replaced in one place of two."""
+        prepared = Prepared("A+relay", store, ranks=())
+        runner = ModuleType("vllm.v1.worker.gpu.model_runner")
+        runner.need = prepared.pipeline.ranks[0].pp_utils.compute_need_sampled_mask  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, runner.__name__, runner)
+        prepared.prepare(0)
+        (note,) = prepared.notes[0]
+        assert note.startswith("fixed mask refused: vllm.v1.worker.gpu.model_runner would go on using")
         assert not store.check(["stagewatch/fixed-mask/0"])
 
     def test_a_mask_that_no_known_fault_explains_is_kept(self, store: torch.distributed.Store) -> None:

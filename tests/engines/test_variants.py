@@ -1,13 +1,16 @@
 """Each variant is told by its shape, and nothing that differs from a known shape is taken for one."""
 
 import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from standins import VARIANTS, make_engine, make_pp_utils
 
-from stagewatch.agents.engines.vllm_variants import Engine, inspect_engine
+from stagewatch.agents.engines.vllm_variants import Engine, UnknownShapeError, inspect_engine, load_engine
 
 RELAY = {
     "A1": None,
@@ -76,6 +79,58 @@ def with_method(name: str, method: Any) -> Engine:
     return engine
 
 
+def with_runner(name: str, method: Any) -> Engine:
+    """Variant C whose runner has another method."""
+    engine = make_engine("C")
+    return dataclasses.replace(engine, runner=type("GPUModelRunner", (engine.runner,), {name: method}))
+
+
+class TestBrokenInstallation:
+    """What is there but cannot be imported is not taken for absent."""
+
+    @pytest.fixture
+    def vllm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """An importable vllm with an empty V2 runner package."""
+        package = tmp_path / "vllm" / "v1" / "worker" / "gpu"
+        package.mkdir(parents=True)
+        (tmp_path / "vllm" / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        forget()
+        yield package
+        forget()
+
+    def test_a_missing_module_is_an_older_engine(self, vllm: Path) -> None:
+        assert load_engine() == Engine(None, None, None, None, None)
+        assert inspect_engine(load_engine()).variant == "none"
+
+    @pytest.mark.parametrize(
+        ("body", "said"),
+        [
+            ("import a_torch_that_is_missing", "No module named 'a_torch_that_is_missing'"),
+            ("from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+            ("def broken(:", "SyntaxError"),
+            ("raise RuntimeError('CUDA is not there')", "RuntimeError: CUDA is not there"),
+        ],
+    )
+    def test_a_broken_module_is_named_with_its_error(self, vllm: Path, body: str, said: str) -> None:
+        (vllm / "pp_utils.py").write_text(body + "\n")
+        with pytest.raises(UnknownShapeError) as raised:
+            load_engine()
+        assert "vllm.v1.worker.gpu.pp_utils cannot be imported" in str(raised.value)
+        assert said in str(raised.value)
+
+    def test_a_vllm_that_cannot_be_imported(self, vllm: Path) -> None:
+        (vllm.parents[2] / "__init__.py").write_text("raise RuntimeError('no device')\n")
+        with pytest.raises(UnknownShapeError, match=r"vLLM cannot be imported \(RuntimeError: no device\)"):
+            load_engine()
+
+
+def forget() -> None:
+    """Forget every module of vLLM."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
 class TestOtherShapes:
     @pytest.mark.parametrize(
         ("engine", "variant", "said"),
@@ -103,6 +158,42 @@ class TestOtherShapes:
                 with_method("receive", lambda self, input_batch, more: None),
                 "unknown",
                 "PPHandler.receive also requires more",
+            ),
+            (
+                with_method("receive", property(lambda self: None)),
+                "unknown",
+                "PPHandler.receive is a property, not a method",
+            ),
+            (
+                with_method("get_prev_sampled_outputs", property(lambda self: None)),
+                "unknown",
+                "PPHandler.get_prev_sampled_outputs is a property",
+            ),
+            (
+                with_method("broadcast", lambda self, tokens, num_sampled, num_rejected, input_batch: None),
+                "unknown",
+                "PPHandler.broadcast takes (tokens, num_sampled, num_rejected, input_batch), expected "
+                "(sampled_token_ids, num_sampled, num_rejected, input_batch)",
+            ),
+            (
+                with_method("broadcast_drafts", lambda self, draft_tokens: None),
+                "unknown",
+                "PPHandler.broadcast_drafts takes (draft_tokens), expected (draft_tokens, input_batch)",
+            ),
+            (
+                with_method("broadcast_drafts", property(lambda self: None)),
+                "unknown",
+                "PPHandler.broadcast_drafts takes (), expected (draft_tokens, input_batch)",
+            ),
+            (
+                with_runner("prepare_inputs", lambda self, scheduler_output: None),
+                "unknown",
+                "GPUModelRunner.prepare_inputs takes no batch_desc",
+            ),
+            (
+                with_runner("sample_tokens", property(lambda self: None)),
+                "unknown",
+                "GPUModelRunner.sample_tokens is a property, not a method",
             ),
         ],
     )
