@@ -216,7 +216,6 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
         collector.hub.close()
         server.should_exit = True
 
-    collector.on_crash = end
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
