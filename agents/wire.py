@@ -17,7 +17,16 @@ import msgspec
 import numpy as np
 
 from stagewatch.agents import columnar
-from stagewatch.agents.blocks import Block, EventBlock, InputsBlock, MaskBlock, PayloadBlock, list_offsets
+from stagewatch.agents.blocks import (
+    I64,
+    Block,
+    EventBlock,
+    InputsBlock,
+    MaskBlock,
+    PayloadBlock,
+    list_offsets,
+)
+from stagewatch.agents.bodies import I32, U8, U64
 from stagewatch.agents.columnar import Column, Decoded
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import Evidence
@@ -175,17 +184,23 @@ def _check_coverage(batch: Batch, blocks: dict[str, Any]) -> None:
         )
 
 
+_DTYPES: Final = (
+    (I64, np.dtype("<i8")),
+    (I32, np.dtype("<i4")),
+    (U64, np.dtype("<u8")),
+    (U8, np.dtype("u1")),
+)
+"""By the types that blocks declare: what is inside an array type is numpy's own business."""
+
+
 def _columns(block_type: type[Block]) -> Iterator[Column]:
     hints = get_type_hints(block_type)
     for field in fields(block_type):
         if field.name == "text":
             yield Column("text", None, listed=False)
             continue
-        # NDArray[np.int32] is ndarray[shape, dtype[int32]]
-        scalar = hints[field.name].__args__[1].__args__[0]
-        yield Column(
-            field.name, np.dtype(scalar).newbyteorder("<"), listed=field.name not in block_type.STEP_COLUMNS
-        )
+        dtype = next(dtype for array, dtype in _DTYPES if hints[field.name] == array)
+        yield Column(field.name, dtype, listed=field.name not in block_type.STEP_COLUMNS)
 
 
 COLUMNS: Final[dict[type[Block], tuple[Column, ...]]] = {
