@@ -269,7 +269,7 @@ def encode(kind: Kind, seq: int, step: int, t_ns: int, body: Body) -> bytes:
     if sizes != plan.sizes or not plan.possible:
         raise ValueError(f"columns of shapes {[column.shape for column in columns]}, expected {plan.sizes}")
     if [column.dtype for column in columns] != schema.dtypes:
-        columns = tuple(c.astype(d, order="C") for c, d in zip(columns, schema.dtypes, strict=True))
+        columns = tuple(c.astype(d, "C", copy=False) for c, d in zip(columns, schema.dtypes, strict=True))
     end = plan.text_at + len(text)
     size = (end + 7) & ~7
     scalars = (*schema.scalars(body), *schema.scalar_padding)

@@ -82,6 +82,7 @@ class RankHooks:
         self._batch_slots: NDArray[np.integer] | None = None
         self._batch_rows: Rows | None = None
         self._dummy_at = _position(runner.execute_model, "dummy_run")
+        self._descriptor_at = _position(runner.prepare_inputs, "batch_desc")
         self._deferred: deque[Deferred] = deque()
         self._wrapping = Wrapping(probe, self._active)
 
@@ -137,7 +138,7 @@ class RankHooks:
             batch = getattr(manager, "global_batch", None) or manager._global_batch
         plan = Plan(
             self._tick,
-            _graph_mode(next((v for v in (*args, *kwargs.values()) if hasattr(v, "cg_mode")), None)),
+            _graph_mode(argument(args, kwargs, self._descriptor_at, "batch_desc")),
             _count(
                 getattr(argument(args, kwargs, 0, "scheduler_output"), "num_spec_tokens_to_schedule", None)
             ),

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed
 from standins import Pipeline
 
-from stagewatch.agents.engines.vllm_identity import fingerprints, identity_of, instance_of
+from stagewatch.agents.engines.vllm_identity import draft_layout, fingerprints, identity_of, instance_of
 from stagewatch.agents.engines.vllm_variants import inspect_engine
 from stagewatch.agents.identity import Rank, Sizes
 
@@ -90,3 +90,44 @@ class TestIdentity:
         found, differs = fingerprints(mine, runner()), fingerprints(other, runner())
         assert not any("secret" in value for value in found.values())
         assert [name for name in found if found[name] != differs[name]] == ["model"]
+
+
+class Drafter(torch.nn.Module):
+    """A drafter with an embedding, and a head of its own or none."""
+
+    def __init__(self, hidden: int = 8, tied: bool = False) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.embed_tokens = torch.nn.Embedding(16, hidden)
+        self.lm_head = torch.nn.Linear(hidden, 16, bias=False)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def with_drafter(drafter: object) -> SimpleNamespace:
+    """What a runner of the last stage tells."""
+    return SimpleNamespace(**vars(runner()), get_draft_model=lambda: drafter)
+
+
+class TestDraftLayout:
+    """Peers of the last stage must have built the same drafter."""
+
+    def test_is_equal_for_the_same_drafter(self) -> None:
+        assert draft_layout(with_drafter(Drafter())) == draft_layout(with_drafter(Drafter())) != ""
+
+    @pytest.mark.parametrize("other", [Drafter(tied=True), Drafter(hidden=9), Drafter().double()])
+    def test_tells_tying_sizes_and_types_apart(self, other: Drafter) -> None:
+        assert draft_layout(with_drafter(Drafter())) != draft_layout(with_drafter(other)) != ""
+
+    @pytest.mark.parametrize("drafter", [None, object(), SimpleNamespace(named_parameters=3)])
+    def test_a_rank_without_one_reports_none(self, monkeypatch: pytest.MonkeyPatch, drafter: object) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
+        assert draft_layout(runner()) == draft_layout(with_drafter(drafter)) == ""
+        assert "draft_layout" not in fingerprints(config(), with_drafter(drafter))
+
+    def test_the_configured_sizes_are_on_every_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
+        known = config()
+        known.speculative_config.draft_model_config.hf_config = SimpleNamespace(hidden_size=8, vocab_size=16)
+        assert fingerprints(known, runner())["draft_config"] == "hidden_size 8, vocab_size 16"
+        assert fingerprints(config(), runner())["draft_config"] == "unknown"

@@ -91,6 +91,8 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        # Workers of these releases wait for the signal that follows, with or without a probe; the default is 5.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
     }
     if rings is not None:
         environment["STAGEWATCH_RING_DIR"] = str(rings)

@@ -85,16 +85,6 @@ class TestOldMask:
         for stage in (0, 1):
             assert any(note.startswith("FIXED MASK IN FORCE") for note in fixed.notes(stage))
 
-    def test_the_hotfix_refuses_where_the_mask_is_sound(
-        self, run_engine: RunEngine, sound: dict[str, list[int]]
-    ) -> None:
-        refused = run_engine("basic", 2, 7, STAGEWATCH_FIXED_MASK="1")
-        assert refused.outputs == sound
-        for stage in (0, 1):
-            assert any(
-                "fixed mask refused: the engine's own mask is sound" in n for n in refused.notes(stage)
-            )
-
 
 class TestOtherFaults:
     def test_drafts_not_relayed(self, run_engine: RunEngine) -> None:

@@ -10,7 +10,7 @@ from conftest import RunEngine
 from stagewatch.agents.record import Kind
 
 # vLLM forks its workers unless told to spawn them; both must arm.
-PIPELINES = [(2, 7, {}), (3, 4, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})]
+PIPELINES = [(2, 7, {}), (3, 4, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "STAGEWATCH_FIXED_MASK": "1"})]
 
 
 @pytest.fixture(scope="module", params=PIPELINES, ids=["PP=2 K=7 forked", "PP=3 K=4 spawned"])
@@ -43,6 +43,14 @@ class TestReleasedEngine:
             assert (health["armed"], health["drops"]) == (True, 0)
             assert health["steps"] == run.replay["steps"]
         assert all(runs.RingReader(path).closed for path in run.rings.glob("*.ring"))
+
+    def test_the_hotfix_is_refused_where_it_is_asked_for(self, watched: tuple[runs.Run, int]) -> None:
+        run, pp = watched
+        refused = [
+            any("fixed mask refused: the engine's own mask is sound" in note for note in run.notes(stage))
+            for stage in range(pp)
+        ]
+        assert refused == [pp == 3] * pp
 
     def test_profiling_and_warm_up_leave_no_record(self, watched: tuple[runs.Run, int]) -> None:
         run, _ = watched
