@@ -87,7 +87,6 @@ def fingerprints(config: Any, runner: Any) -> dict[str, str]:
     draft = getattr(spec, "draft_model_config", None)
     if draft is not None:
         found["draft_model"] = _hashed(draft.model, getattr(draft, "revision", None))
-        found["draft_config"] = _draft_config(getattr(draft, "hf_config", None))
     layout = draft_layout(runner)
     if layout:
         found["draft_layout"] = layout
@@ -98,8 +97,8 @@ def draft_layout(runner: Any) -> str:
     """How the drafter of ``runner`` lies in memory, as loaded; empty on a rank that has none, or does not show it.
 
     Only the last stage drafts, so this is compared between its tensor parallel peers, which must have built the
-    same drafter (vLLM PR 50280). It is not held against the configuration: drafters share embeddings or
-    heads with their target whatever their own configuration says.
+    same drafter (vLLM PR 50280). It is not held against the drafter's configuration: loading a drafter changes that
+    on the last stage alone, and drafters share embeddings or heads with their target whatever it says.
     """
     try:
         model = runner.get_draft_model()
@@ -111,11 +110,6 @@ def draft_layout(runner: Any) -> str:
     except Exception:  # noqa: BLE001  # a drafter of another kind is no reason not to arm
         return ""
     return f"{type(model).__name__}, {len(shapes)} tensors {_hashed(shapes)}, {tied}"
-
-
-def _draft_config(found: Any) -> str:
-    names = ("hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "tie_word_embeddings")
-    return ", ".join(f"{name} {getattr(found, name)}" for name in names if hasattr(found, name)) or "unknown"
 
 
 def _hashed(*parts: object) -> str:

@@ -124,10 +124,3 @@ class TestDraftLayout:
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
         assert draft_layout(runner()) == draft_layout(with_drafter(drafter)) == ""
         assert "draft_layout" not in fingerprints(config(), with_drafter(drafter))
-
-    def test_the_configured_sizes_are_on_every_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
-        known = config()
-        known.speculative_config.draft_model_config.hf_config = SimpleNamespace(hidden_size=8, vocab_size=16)
-        assert fingerprints(known, runner())["draft_config"] == "hidden_size 8, vocab_size 16"
-        assert fingerprints(config(), runner())["draft_config"] == "unknown"
