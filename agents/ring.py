@@ -204,7 +204,12 @@ class RingReader:
     @property
     def closed(self) -> bool:
         """Whether the writer has said that nothing more will come."""
-        return self._cursors[_CLOSED] != 0
+        return self.is_whole and self._cursors[_CLOSED] != 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is still as long as it was. Touching memory beyond a file's end kills the process."""
+        return self._map.size() == HEADER_SIZE + self._capacity
 
     def margin(self) -> Margin:
         """Room left, now."""
@@ -272,6 +277,8 @@ class RingReader:
 
     def _snapshot(self) -> tuple[int, int, int] | None:
         """(tail, head, records written up to the head or a little less); None where they contradict each other."""
+        if not self.is_whole:
+            return None
         for _ in range(_TRIES):
             written, head, tail = self._cursors[_WRITTEN], self._cursors[_HEAD], self._cursors[_TAIL]
             if tail <= head:

@@ -7,6 +7,7 @@ collector says it is. While there is no connection the tails read on into their 
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -28,6 +29,8 @@ log = logging.getLogger("stagewatch.sidecar")
 
 RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
+SETTLED_S: Final = 30.0
+"""A connection that served for so long makes up for the times we were out of step before it."""
 ANSWER_BYTES_MAX: Final = 1 << 20
 
 TailKey = tuple[str, Rank]
@@ -76,9 +79,13 @@ class Shipper:
         self._destination = destination
         self._tails = tails
         self._wake = asyncio.Event()
-        self._greeted: set[TailKey] = set()
+        self._greeted: set[Tail] = set()
+        """Whose hello was said on this connection. A ring that is replaced is another tail of the same rank."""
         self._state = ""
         self._retry_s = RETRY_S_MIN
+        self._out_of_step = 0
+        """Connections given up since the last that served long, because the collector was elsewhere than we."""
+        self._connected_at = 0.0
 
     def wake(self) -> None:
         """There are new tails or frames."""
@@ -107,6 +114,7 @@ class Shipper:
                 max_size=ANSWER_BYTES_MAX,
                 user_agent_header="stagewatch-agent",
             ) as connection:
+                self._connected_at = time.monotonic()
                 self._say("connected", logging.INFO)
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._send(connection))
@@ -119,9 +127,9 @@ class Shipper:
         while True:
             self._wake.clear()
             busy = False
-            for key, tail in list(self._tails.items()):
-                if key not in self._greeted:
-                    self._greeted.add(key)
+            for tail in list(self._tails.values()):
+                if tail not in self._greeted:
+                    self._greeted.add(tail)
                     await connection.send(wire.encode_frame(Hello(wire.PROTOCOL, tail.identity)))
                 held = tail.unsent()
                 if held is not None:
@@ -146,7 +154,8 @@ class Shipper:
         if isinstance(frame, Refusal):
             self._refused(frame, tail)
         elif tail is not None and isinstance(frame, Welcome):
-            self._retry_s = RETRY_S_MIN
+            # Two sidecars on one ring push each other aside: each time they wait for longer.
+            self._retry_s = min(RETRY_S_MIN * 2.0 ** min(self._out_of_step, 10), RETRY_S_MAX)
             tail.welcome(frame.next_seq)
         elif tail is not None and isinstance(frame, Ack):
             tail.acknowledge(frame.next_seq)
@@ -160,11 +169,22 @@ class Shipper:
                     "rank %s of %s is refused: %s", tail.identity.rank, tail.identity.instance, refusal.reason
                 )
             tail.refused = refusal.reason  # the others go on; it is greeted again at the next connection
+            if refusal.retry_s >= 0:
+                asyncio.get_running_loop().call_later(
+                    max(refusal.retry_s, RETRY_S_MIN), self._greet_again, tail
+                )
             return
         if refusal.next_seq >= 0:
             log.warning("rank %s: frame left out, it was refused: %s", tail.identity.rank, refusal.reason)
             tail.condemn(refusal.next_seq)
-        raise _Reconnect(f"out of step with the collector: {refusal.reason}")
+        self._out_of_step = 0 if time.monotonic() - self._connected_at > SETTLED_S else self._out_of_step + 1
+        hint = "; does another sidecar read the same rings?" if self._out_of_step > 1 else ""
+        raise _Reconnect(f"out of step with the collector{hint}")
+
+    def _greet_again(self, tail: Tail) -> None:
+        if not tail.welcomed:
+            self._greeted.discard(tail)
+            self._wake.set()
 
     def _say(self, state: str, level: int = logging.WARNING) -> None:
         """Tell a change of state, once."""

@@ -62,6 +62,8 @@ class Sidecar:
         self._settings = settings
         self._shipper = Shipper(settings.destination, self.tails)
         self._refused: dict[Path, _Refused] = {}
+        self._broken: set[Path] = set()
+        """Rings that raised an error of ours while they were read: not tried again."""
         self._gone: dict[TailKey, float] = {}
         self._privacy: Privacy | None = None
         self._waiting_said = False
@@ -69,7 +71,7 @@ class Sidecar:
     @property
     def rings_refused(self) -> int:
         """Files in the directory that are no rings this build can read."""
-        return len(self._refused)
+        return len(self._refused) + len(self._broken)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Tail and ship until ``stop``, then ship what is left."""
@@ -102,20 +104,24 @@ class Sidecar:
     def scan(self) -> None:
         """Look for rings that came or went. Raises StagewatchError for a directory that is unsafe."""
         directory = self._settings.ring_dir
-        if not directory.exists():
+        present = _rings_in(directory)
+        if present is None:
             if not self._waiting_said:
                 self._waiting_said = True
                 log.info("waiting for ring directory %s", directory)
-            return
-        if self._privacy is None:
-            self._privacy = self._open_directory(directory)
-        present = set(directory.glob("*.ring"))
-        known = {tail.path for tail in self.tails.values()}
-        for path in sorted(present - known):
-            self._try_ring(path, self._privacy)
+            present = set()
+        else:
+            self._waiting_said = False
+            if self._privacy is None:
+                self._privacy = self._open_directory(directory)
+        self._drop_gone()
+        known = {tail.path for tail in self.tails.values() if tail.is_in_place}
         for path in self._refused.keys() - present:
             del self._refused[path]
-        self._drop_gone(present)
+        if self._privacy is not None:
+            self._broken &= present
+            for path in sorted(present - known - self._broken):
+                self._try_ring(path, self._privacy)
 
     def _open_directory(self, directory: Path) -> Privacy:
         # Root reads rings of any user; anybody else only their own, where nobody else can plant a file.
@@ -130,28 +136,41 @@ class Sidecar:
         try:
             tail = Tail(path, privacy)
         except RingError as error:
-            known = self._refused.get(path)
-            if known is None or known.message != str(error):
-                self._refused[path] = _Refused(str(error), said=False)
-            elif not known.said:
-                # Only at the second look: at the first its engine may still be making it.
-                known.said = True
-                log.warning("%s. It is left out; the other rings are not affected.", error)
+            self._refuse(path, str(error))
+            return
+        key = (tail.identity.instance, tail.identity.rank)
+        other = self.tails.get(key)
+        if other is not None:
+            tail.close()
+            # Else the file was replaced, and what the old one held is still on its way.
+            if other.path != path:
+                self._refuse(path, f"ring {path.name} holds the same rank as {other.path.name}: remove one")
             return
         self._refused.pop(path, None)
-        self.tails[tail.identity.instance, tail.identity.rank] = tail
+        self.tails[key] = tail
         log.info("ring %s: %s %s", path.name, tail.identity.engine, tail.identity.engine_version)
         self._shipper.wake()
 
-    def _drop_gone(self, present: set[Path]) -> None:
+    def _refuse(self, path: Path, message: str) -> None:
+        known = self._refused.get(path)
+        if known is None or known.message != message:
+            self._refused[path] = _Refused(message, said=False)
+        elif not known.said:
+            # Only at the second look: at the first its engine may still be making it.
+            known.said = True
+            log.warning("%s. It is left out; the other rings are not affected.", message)
+
+    def _drop_gone(self) -> None:
         now = time.monotonic()
         for key, tail in list(self.tails.items()):
-            if tail.path in present:
+            if tail.is_in_place:
                 self._gone.pop(key, None)
                 continue
             since = self._gone.setdefault(key, now)
             if tail.is_drained or now - since > GONE_S_MAX:
-                if not tail.is_drained:
+                if tail.is_drained:
+                    log.info("ring %s is gone, and everything in it was taken", tail.path.name)
+                else:
                     self.records_given_up += tail.unacknowledged
                     log.warning(
                         "ring %s was removed with %d records not taken", tail.path.name, tail.unacknowledged
@@ -159,13 +178,27 @@ class Sidecar:
                 del self._gone[key], self.tails[key]
                 tail.close()
 
+    def _read(self, key: TailKey, tail: Tail) -> bool:
+        try:
+            return tail.read(self._settings.held_bytes // len(self.tails))
+        except Exception:  # one ring whose content nobody foresaw must not cost the node its other ranks
+            log.exception("ring %s cannot be read on: please report this", tail.path.name)
+            self._broken.add(tail.path)
+            self.records_given_up += tail.unacknowledged
+            self._gone.pop(key, None)
+            del self.tails[key]
+            tail.close()
+            return False
+
     async def _read_forever(self) -> None:
         pause_s = POLL_S_MIN
         while True:
             busy = False
             began = time.thread_time()
-            for tail in list(self.tails.values()):
-                if tail.read(self._settings.held_bytes // len(self.tails)):
+            for key, tail in list(self.tails.items()):
+                if self.tails.get(key) is not tail:
+                    continue  # dropped while others were read
+                if self._read(key, tail):
                     busy = True
                     self._shipper.wake()
                     await asyncio.sleep(0)
@@ -174,3 +207,11 @@ class Sidecar:
             spent_s = time.thread_time() - began
             pause_s = max(POLL_S_MIN, spent_s * PAUSE_PER_WORK) if busy else min(pause_s * 2, POLL_S_MAX)
             await asyncio.sleep(min(pause_s, POLL_S_MAX))
+
+
+def _rings_in(directory: Path) -> set[Path] | None:
+    """The files of a directory that are named like rings; None while there is no such directory."""
+    try:
+        return {path for path in directory.iterdir() if path.suffix == ".ring"}
+    except OSError:
+        return None

@@ -6,6 +6,8 @@ last are held, up to a bound; at the bound the tail stops reading, the ring's wr
 what was overwritten is counted as lost in the next frame. So memory is bounded, and nothing is lost unseen.
 """
 
+import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -22,11 +24,15 @@ from stagewatch.agents.identity import Fingerprint, Identity
 from stagewatch.agents.record import U64, Kind, Record
 from stagewatch.agents.ring import RingReader
 
+log = logging.getLogger("stagewatch.sidecar")
+
 RECORDS_PER_FRAME: Final = 1024
 BYTES_PER_FRAME: Final = 4 << 20
 """Bytes of records that make a frame full; the frame itself is smaller."""
 RATE_SPAN_S: Final = 1.0
 """Time over which a ring's rate is taken."""
+FRAME_BYTES_MAX: Final = wire.Limits().frame_bytes
+"""Longest frame that a collector takes; it would break off the connection over a longer one, each time anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,13 @@ class Privacy:
     raw_tokens: bool
     pseudonymise: bool
     """Replace request ids and their keys by keyed digests."""
+
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """What ranks show of this, so that those made differently are never compared."""
+        return self.key_fingerprint, Fingerprint(
+            "request_ids", "pseudonyms" if self.pseudonymise else "plain"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +68,11 @@ class Tail:
     def __init__(self, path: Path, privacy: Privacy) -> None:
         self._reader: Final = RingReader(path)
         self._privacy = privacy
+        self._file = _file_at(path)
         found = self._reader.identity
         self.path: Final = path
         self.identity: Final[Identity] = msgspec.structs.replace(
-            found, config=(*found.config, privacy.key_fingerprint)
+            found, config=(*found.config, *privacy.fingerprints)
         )
         self.welcomed = False
         """Whether the collector knows this rank on the present connection."""
@@ -92,6 +106,11 @@ class Tail:
     def is_drained(self) -> bool:
         """Whether everything in the ring was read and acknowledged."""
         return not self._held and self._carry is None and self._reader.margin().bytes_behind == 0
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file at the path is still the one being read, and whole."""
+        return self._reader.is_whole and self._file is not None and _file_at(self.path) == self._file
 
     def disconnected(self) -> None:
         """The connection is gone: what is held must be sent again."""
@@ -143,10 +162,25 @@ class Tail:
         if self._privacy.pseudonymise:
             evidence = pseudonymised(evidence, self._privacy.digester)
         message = wire.encode_frame(wire.batch_of(self.identity, evidence, self.margin_s()))
+        if len(message) > FRAME_BYTES_MAX:
+            self._leave_out(evidence, len(message))
+            return True
         self._held.append(Held(self.read_seq, evidence.next_seq, message))
         self._held_bytes += len(message)
         self.read_seq = evidence.next_seq
         return True
+
+    def _leave_out(self, evidence: Evidence, size: int) -> None:
+        """No collector takes a frame so long: its records are lost, and the next frame says so."""
+        self.lost -= evidence.lost  # the next frame's gap begins where this one's did, and is counted there
+        self._condemned_seq = max(self._condemned_seq, evidence.next_seq)
+        log.warning(
+            "rank %s: %d records left out: a frame of %d bytes exceeds %d",
+            self.identity.rank,
+            evidence.next_seq - evidence.first_seq,
+            size,
+            FRAME_BYTES_MAX,
+        )
 
     def margin_s(self) -> float:
         """Seconds until the writer overtakes us at its present rate; negative if unknown."""
@@ -186,6 +220,15 @@ class Tail:
             if size >= BYTES_PER_FRAME:
                 break
         return records, moved
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file at ``path``; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Rate:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final
 
@@ -14,12 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stagewatch.monitor import metrics, store
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.ingest import BAD_FRAMES_MAX, FrameRefusedError, Session
+from stagewatch.monitor.ingest import FrameRefusedError, Session
 from stagewatch.monitor.states import EngineState
 from stagewatch.monitor.store import Shown, StoreError
 
 INCIDENT_ID: Final = r"^[0-9a-f]{16}$"
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
+_ENGINE_HEALTH: Final = re.compile(r"/v1/engines/[^/]+/healthz")
 _SEVERITIES: Final = {severity.word: severity for severity in Severity}
 
 
@@ -76,17 +78,22 @@ class _TokenNeeded:
 
     def _is_allowed(self, scope: Scope) -> bool:
         path = scope["path"]
-        if path in _OPEN_PATHS or (path == "/metrics" and self._collector.settings.open_metrics):
+        if path in _OPEN_PATHS:
+            return True
+        if self._collector.settings.open_metrics and (path == "/metrics" or _ENGINE_HEALTH.fullmatch(path)):
             return True
         return self._collector.authenticator.allows(Headers(scope=scope).get("authorization"))
 
 
 def _add_health(app: FastAPI, collector: Collector) -> None:
+    # Load balancers may ask by HEAD.
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
     async def healthz() -> Response:
         """The process answers."""
         return _json({"status": "ok"})
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> Response:
         """The collector can take frames and keep them. The reason it cannot is for those with a token."""
@@ -153,6 +160,29 @@ def _add_engines(app: FastAPI, collector: Collector) -> None:
         found = [_engine(state) for state in collector.engines() if state.instance == instance]
         return _json({"engines": found}) if found else _error(404, "there is no such engine")
 
+    @app.head("/v1/engines/{instance}/healthz", include_in_schema=False)
+    @app.get("/v1/engines/{instance}/healthz", responses={404: {}, 503: {}})
+    async def engine_health(
+        instance: Annotated[str, Path(max_length=128)],
+        dp: Annotated[int | None, Query(ge=0, le=4096)] = None,
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+    ) -> Response:
+        """200 while the engine is well, 503 while it, or its replica `dp`, is stuck: for load balancers.
+
+        With `--open-metrics` no token is needed; the reason, which may name requests, is for those who have it.
+        While the collector reads its journal back it answers 200: not knowing must not take engines out of rotation.
+        """
+        if not collector.admits:
+            return _json({"status": "unknown"})
+        found = [e for e in collector.engines() if e.instance == instance and dp in (None, e.dp)]
+        if not found:
+            return _error(404, "there is no such engine")
+        reasons = [f"replica {state.dp}: {state.wedged}" for state in found if state.wedged]
+        if not reasons:
+            return _json({"status": "ok"})
+        is_known = collector.authenticator.allows(authorization)
+        return _error(503, "; ".join(reasons) if is_known else "wedged")
+
 
 def _add_ingest(app: FastAPI, collector: Collector) -> None:
     @app.websocket("/v1/ingest")
@@ -199,9 +229,7 @@ async def _read(collector: Collector, socket: WebSocket, session: Session) -> No
             collector.take(message.get("bytes") or b"", session)
         except FrameRefusedError as refused:
             collector.metrics.count("stagewatch.ingest.refused", reason=refused.code)
-            session.answer(refused.answer)
-            session.refused += 1
-            if session.refused >= BAD_FRAMES_MAX:
+            if session.refuse(refused, collector.settings.ranks_max):
                 with contextlib.suppress(WebSocketDisconnect, RuntimeError):
                     for frame in session.pending():
                         await socket.send_bytes(frame)

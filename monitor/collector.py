@@ -9,22 +9,24 @@ import asyncio
 import fcntl
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, ParamSpec, Protocol
 
-from stagewatch.agents.errors import FrameError, SettingsError
+from stagewatch.agents.errors import FrameError, SettingsError, StagewatchError, one_line
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.auth import Authenticator
+from stagewatch.monitor.clock import Clock
 from stagewatch.monitor.events import Hub
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
 from stagewatch.monitor.metrics import Metrics, Snapshot
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.states import Change, EngineState
-from stagewatch.monitor.store import Store, StoreError
+from stagewatch.monitor.store import Event, Store, StoreError
 
 log = logging.getLogger("stagewatch.collector")
 
@@ -33,6 +35,8 @@ P = ParamSpec("P")
 TICK_S: Final = 1.0
 START_GRACE_S: Final = 15.0
 """After a start, sidecars have so long to come back before silence counts against their ranks."""
+PAUSE_S: Final = 5.0
+"""Having done nothing for so long, the collector was stopped, as at a start: it is the one who did not listen."""
 STORE_RETRY_S: Final = 1.0
 
 
@@ -59,15 +63,22 @@ class Collector:
         self.sessions: Final[set[Session]] = set()
         self._watch = watch
         self.metrics: Final = Metrics(self.snapshot)
-        self.intake: Final = Intake(settings, self._judge, self.metrics.journal_synced)
+        self.clock: Final = Clock()
+        self.intake: Final = Intake(settings, self._judge, self.metrics.journal_synced, self.clock)
         self._journal = self.intake.journal
         self._unstored: dict[str, Incident] = {}
         self._unstored_wake = asyncio.Event()
         self._states: list[EngineState] = []
         self._store_failure = ""
+        self._failures_told: set[str] = set()
+        """Places in our own source whose errors were logged."""
         self._ready = False
         self._progress = "starting"
         self._tasks: list[asyncio.Task[None]] = []
+        self.crash: BaseException | None = None
+        """Why the collector ended by itself."""
+        self.on_crash: Callable[[], None] = lambda: None
+        """Called when it did."""
 
     @property
     def not_ready(self) -> str:
@@ -89,7 +100,12 @@ class Collector:
     def snapshot(self) -> Snapshot:
         """What metrics show; any thread."""
         return Snapshot(
-            self._states, self._journal.health, len(self.sessions), self.intake.duplicates, self.hub.readers
+            self._states,
+            self._journal.health,
+            len(self.sessions),
+            self.intake.duplicates,
+            self.hub.readers,
+            self.clock.now_ns(),
         )
 
     def take(self, message: bytes, session: Session) -> None:
@@ -102,7 +118,21 @@ class Collector:
 
     async def start(self) -> None:
         """Begin: replay the journal in the background, then take frames."""
-        self._tasks.append(asyncio.create_task(self._run(), name="collector"))
+        task = asyncio.create_task(self._run(), name="collector")
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """`_run` ends only by being cancelled. Otherwise nothing is watched any more, and that must be seen."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        self._ready = False
+        self._progress = f"stopped: {one_line(error)}" if error else "stopped"
+        self.crash = error
+        expected = isinstance(error, StagewatchError | OSError)
+        log.error("the collector cannot go on: %s", error, exc_info=None if expected else error)
+        self.on_crash()
 
     async def stop(self) -> None:
         """End in order: what was taken is made durable, what was found is stored."""
@@ -126,7 +156,7 @@ class Collector:
 
     def _recover(self) -> None:
         began, frames, unreadable = time.monotonic(), 0, 0
-        second = 0
+        ticks = Ticks()
         for entry in self._journal.recover():
             try:
                 taken = self.intake.restore(entry)
@@ -138,9 +168,9 @@ class Collector:
                 continue
             if taken is None:
                 continue
-            if entry.t_ns // 10**9 > second:
-                second = entry.t_ns // 10**9
-                self._tick(second * 10**9)
+            self.clock.not_before(entry.t_ns)
+            if ticks.is_due(entry.t_ns):
+                self._tick(entry.t_ns // 10**9 * 10**9)
             self._note_changes(self._judge_one(taken))
             frames += 1
             self._progress = f"reading the journal back: {frames} frames so far"
@@ -157,7 +187,7 @@ class Collector:
     def _judge_one(self, taken: Taken) -> list[Change]:
         identity = taken.stream.identity
         if not isinstance(taken, BatchTaken):
-            return self._guarded(self._hello, identity, taken.t_ns)
+            return self._guarded(self._hello, taken.identity, taken.t_ns)
         return self._guarded(
             self._watch.take, identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns
         )
@@ -172,10 +202,22 @@ class Collector:
     def _guarded(self, call: Callable[P, list[Change]], *args: P.args, **kwargs: P.kwargs) -> list[Change]:
         try:
             return call(*args, **kwargs)
-        except Exception:  # a fault of one engine's evidence must not blind us to the others
-            log.exception("the watch failed: please report this")
-            self.metrics.count("stagewatch.internal.errors", place="watch")
+        except Exception:  # noqa: BLE001  # a fault of one engine's evidence must not blind us to the others
+            self._failed("watch", "the watch failed")
             return []
+
+    def _failed(self, place: str, what: str) -> None:
+        """Count the error being handled, and tell it where it is the first at this line."""
+        self.metrics.count("stagewatch.internal.errors", place=place)
+        error = sys.exception()
+        trace = error.__traceback__ if error else None
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else ""
+        if where not in self._failures_told:
+            # Once: evidence that upsets the watch may come a thousand times a second.
+            self._failures_told.add(where)
+            log.exception("%s: please report this; it is counted from now on, not told", what)
 
     def _note_changes(self, changes: Sequence[Change]) -> None:
         for change in changes:
@@ -184,9 +226,11 @@ class Collector:
             self._unstored_wake.set()
 
     async def _tick_forever(self) -> None:
-        await asyncio.sleep(START_GRACE_S)
+        ticks = Ticks()
         while True:
-            self._tick(time.time_ns())
+            now_ns = self.clock.now_ns()
+            if ticks.is_due(now_ns):
+                self._tick(now_ns)
             await asyncio.sleep(TICK_S)
 
     async def _store_forever(self) -> None:
@@ -196,6 +240,20 @@ class Collector:
             if not await self._store_once():
                 await asyncio.sleep(STORE_RETRY_S)
                 self._unstored_wake.set()
+
+    def _store_one_by_one(self, pending: Mapping[str, Incident]) -> tuple[list[Event], dict[str, Incident]]:
+        """The events of what could be stored, and what the disk did not take. Called on a worker thread."""
+        events: list[Event] = []
+        left = dict(pending)
+        for incident in pending.values():
+            try:
+                events += self.store.apply([incident])
+            except StoreError:
+                break
+            except Exception:  # noqa: BLE001  # see the caller
+                self._failed("store", f"incident {incident.id} cannot be stored")
+            del left[incident.id]
+        return events, left
 
     async def _store_once(self) -> bool:
         pending, self._unstored = self._unstored, {}
@@ -209,11 +267,39 @@ class Collector:
                 log.warning("%s", error)
             self._store_failure = str(error)
             return False
+        except Exception:  # noqa: BLE001  # one incident that cannot be stored must not keep the others out
+            events, left = await asyncio.to_thread(self._store_one_by_one, pending)
+            self._unstored = {**left, **self._unstored}
+            if left:
+                self._unstored_wake.set()
         self._store_failure = ""
         self.hub.publish(events)
         for event in events:
             if event.kind != "updated":
                 self.metrics.incident(event.incident)
+        return True
+
+
+class Ticks:
+    """When the watch is to be told that time has passed: each second, but not while ranks had no chance to be heard.
+
+    That is for `START_GRACE_S` after a start, and after a pause of more than `PAUSE_S`, live as in the journal.
+    """
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._quiet_until_ns = 0
+        self._asked_ns = 0
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether to tick at ``now_ns``."""
+        if now_ns - self._asked_ns > PAUSE_S * 1e9:
+            self._quiet_until_ns = now_ns + int(START_GRACE_S * 1e9)
+        self._asked_ns = max(now_ns, self._asked_ns)
+        second = now_ns // 10**9
+        if second <= self._second or now_ns < self._quiet_until_ns:
+            return False
+        self._second = second
         return True
 
 

@@ -2,7 +2,7 @@
 
 A reader who comes back asks for everything after the last event it saw; what it missed comes from the
 store, what happens from then on from the hub. A reader too slow for its queue is disconnected: it comes
-back by itself and loses nothing.
+back by itself and loses nothing. Many events at once are nobody's slowness: readers then take them from the store.
 """
 
 import asyncio
@@ -14,6 +14,10 @@ from stagewatch.monitor.store import Event, Store
 QUEUE_EVENTS: Final = 256
 HEARTBEAT_S: Final = 15.0
 RETRY_MS: Final = 1000
+BURST_EVENTS: Final = QUEUE_EVENTS // 4
+"""More events at once than this do not go through the queues."""
+_LOOK: Final = (0, b"")
+"""In a queue: there is more in the store."""
 
 
 class Hub:
@@ -31,11 +35,12 @@ class Hub:
         return len(self._readers)
 
     def publish(self, events: list[Event]) -> None:
-        """Hand on events, in order. Never waits."""
+        """Hand on events that are in the store, in order. Never waits."""
+        items = [_LOOK] if len(events) > BURST_EVENTS else [(event.number, event.body) for event in events]
         for queue in list(self._readers):
             try:
-                for event in events:
-                    queue.put_nowait((event.number, event.body))
+                for item in items:
+                    queue.put_nowait(item)
             except asyncio.QueueFull:
                 self.dropped_readers += 1
                 self._dismiss(queue)
@@ -57,18 +62,23 @@ class Hub:
         self._readers.add(queue)
         try:
             yield f"retry: {RETRY_MS}\n\n".encode()
-            seen = await asyncio.to_thread(store.last_event) if after is None else after
-            while queue in self._readers:
-                # Whatever is in the queue is in the store by now, so the queue cannot fill while we catch up.
-                while not queue.empty():
-                    queue.get_nowait()
-                missed = await asyncio.to_thread(store.events_after, seen)
-                if not missed:
-                    break
-                for number, body in missed:
-                    yield _frame(number, body)
-                    seen = number
-            while queue in self._readers or not queue.empty():
+            last = await asyncio.to_thread(store.last_event)
+            if after is None:
+                after = last
+            # A number this store has not reached is another store's, and nothing of this one was seen.
+            seen = after if after <= last else 0
+            behind = True
+            while True:
+                if behind and queue in self._readers:
+                    # Whatever is in the queue is in the store by now, so the queue cannot fill while we catch up.
+                    while not queue.empty():
+                        queue.get_nowait()
+                    missed = await asyncio.to_thread(store.events_after, seen)
+                    for number, body in missed:
+                        yield _frame(number, body)
+                        seen = number
+                    behind = bool(missed)
+                    continue
                 try:
                     item = await asyncio.wait_for(queue.get(), heartbeat_s)
                 except TimeoutError:
@@ -76,6 +86,7 @@ class Hub:
                     continue
                 if item is None:
                     return
+                behind = item is _LOOK
                 if item[0] > seen:
                     yield _frame(*item)
                     seen = item[0]

@@ -8,7 +8,7 @@ new. Everything here runs on the event loop, but for what says otherwise.
 """
 
 import asyncio
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -20,6 +20,7 @@ from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank, Sizes
 from stagewatch.agents.wire import Ack, Batch, Downward, Hello, Refusal, Welcome
+from stagewatch.monitor.clock import Clock
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, Journal
 from stagewatch.monitor.settings import CollectorSettings
 
@@ -27,8 +28,10 @@ StreamKey = tuple[str, Rank]
 
 IDLE_FORGET_NS: Final = 3600 * 10**9
 """A stream unheard of for so long makes room for a new one, if there are too many."""
+CONFLICT_RETRY_S: Final = 5.0
+"""When a sidecar that another one keeps out may ask again; the other may be gone, and its connection not yet."""
 BAD_FRAMES_MAX: Final = 3
-"""Refused frames after which a connection is closed."""
+"""Refused frames after which a connection is closed. Refused hellos do not count: the other ranks go on."""
 
 
 class FrameRefusedError(FrameError):
@@ -40,14 +43,14 @@ class FrameRefusedError(FrameError):
         self.answer: Final = answer
 
 
+HELLO_CODES: Final = ("protocol", "identity", "too_many")
+"""Reasons for which a hello is refused."""
 REFUSAL_CODES: Final = (
     "malformed",
-    "protocol",
-    "identity",
     "no_hello",
     "out_of_order",
     "evidence",
-    "too_many",
+    *HELLO_CODES,
 )
 
 
@@ -60,6 +63,8 @@ class Stream:
     durable_seq: int
     heard_ns: int
     sessions: "set[Session]" = field(default_factory=set)
+    unheard: int = 0
+    """Records that were taken once and that the journal no longer has: lost, as the next evidence will say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class HelloTaken:
     """A hello on its way through the journal."""
 
     stream: Stream
+    identity: Identity
+    """What this hello said; the stream's may be newer by the time it is judged."""
     t_ns: int
 
 
@@ -88,10 +95,12 @@ class Session:
     """One connection of a sidecar: what is still to be said to it."""
 
     def __init__(self) -> None:
-        self.refused = 0
-        """Frames refused on this connection."""
+        self.bad_frames = 0
+        """Frames refused on this connection that no sound sidecar sends."""
+        self.refused_hellos = 0
         self._acks: dict[StreamKey, int] = {}
-        self._answers: list[Downward] = []
+        self._welcomes: dict[StreamKey, Welcome] = {}
+        self._refusals: list[Refusal] = []
         self._wake = asyncio.Event()
 
     def ack(self, key: StreamKey, next_seq: int) -> None:
@@ -99,10 +108,26 @@ class Session:
         self._acks[key] = next_seq
         self._wake.set()
 
-    def answer(self, frame: Downward) -> None:
-        """Send a frame. As many as hellos and refusals came, and those are limited."""
-        self._answers.append(frame)
+    def answer(self, frame: Welcome | Refusal) -> None:
+        """Send a frame.
+
+        One welcome a stream, however often it says hello, and refusals are limited: a peer that does not read
+        costs no more than that.
+        """
+        if isinstance(frame, Welcome):
+            self._welcomes[frame.instance, frame.rank] = frame
+        else:
+            self._refusals.append(frame)
         self._wake.set()
+
+    def refuse(self, refused: FrameRefusedError, hellos_max: int) -> bool:
+        """Answer a refused frame; whether the peer has sent so many that it is given up."""
+        self.answer(refused.answer)
+        if refused.code in HELLO_CODES:
+            self.refused_hellos += 1
+        else:
+            self.bad_frames += 1
+        return self.bad_frames >= BAD_FRAMES_MAX or self.refused_hellos > hellos_max
 
     async def outgoing(self) -> list[bytes]:
         """What to send next; waits until there is something."""
@@ -112,9 +137,9 @@ class Session:
     def pending(self) -> list[bytes]:
         """What to send now."""
         self._wake.clear()
-        frames: list[Downward] = self._answers
+        frames: list[Downward] = [*self._welcomes.values(), *self._refusals]
         frames += [Ack(instance, rank, seq) for (instance, rank), seq in self._acks.items()]
-        self._answers, self._acks = [], {}
+        self._welcomes, self._refusals, self._acks = {}, [], {}
         return [wire.encode_frame(frame) for frame in frames]
 
 
@@ -126,7 +151,9 @@ class Intake:
         settings: CollectorSettings,
         durable: Callable[[Sequence[Taken]], None],
         on_sync: Callable[[float], None] = lambda seconds: None,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock: Final = clock or Clock()
         self.streams: Final[dict[StreamKey, Stream]] = {}
         self.duplicates = 0
         """Batches that were known already."""
@@ -178,10 +205,11 @@ class Intake:
         for taken in group:
             identity = taken.stream.identity
             key = (identity.instance, identity.rank)
+            carried = self._carried.get(key)
             if isinstance(taken, BatchTaken):
-                self._carried[key] = Carried(identity, taken.next_seq)
-            elif key not in self._carried:
-                self._carried[key] = Carried(identity, 0)
+                self._carried[key] = Carried(carried.identity if carried else identity, taken.next_seq)
+            else:
+                self._carried[key] = Carried(taken.identity, carried.next_seq if carried else 0)
         self._loop.call_soon_threadsafe(self._settle, group)
 
     def restore(self, entry: Entry) -> Taken | None:
@@ -201,19 +229,24 @@ class Intake:
         if frame.next_seq <= stream.durable_seq:
             return None
         evidence = wire.evidence_of(frame, self._limits)
-        missing = frame.first_seq - stream.durable_seq
-        if missing != evidence.lost:  # a damaged segment lies between
-            evidence = replace(evidence, lost=max(missing, 0))
+        # More than the frame says where damage lies between.
+        lost = max(frame.first_seq - stream.durable_seq, 0) + stream.unheard
+        stream.unheard = 0
+        if lost != evidence.lost:
+            evidence = replace(evidence, lost=lost)
         self._advance(stream, frame.next_seq, entry.t_ns)
-        return BatchTaken(stream, entry.t_ns, frame.margin_s, frame.next_seq, evidence)
+        return BatchTaken(stream, entry.t_ns, known_margin_s(frame.margin_s), frame.next_seq, evidence)
 
     def _restore_hello(self, identity: Identity, next_seq: int, t_ns: int) -> Taken:
         key = (identity.instance, identity.rank)
         self._engines.setdefault(identity.instance, (identity.deployment, identity.sizes))
-        stream = self.streams.setdefault(key, Stream(identity, 0, 0, t_ns))
+        stream = self.streams.get(key)
+        if stream is None:
+            stream = self.streams[key] = Stream(identity, 0, next_seq, t_ns)
         stream.identity = identity
+        stream.unheard += max(next_seq - stream.durable_seq, 0)
         self._advance(stream, max(next_seq, stream.durable_seq), t_ns)
-        return HelloTaken(stream, t_ns)
+        return HelloTaken(stream, identity, t_ns)
 
     def _advance(self, stream: Stream, next_seq: int, t_ns: int) -> None:
         stream.offered_seq = stream.durable_seq = next_seq
@@ -233,11 +266,13 @@ class Intake:
         if fault:
             raise refuse("identity", f"identity: {fault}")
         key = (identity.instance, identity.rank)
-        now = time.time_ns()
-        known = self._engines.setdefault(identity.instance, (identity.deployment, identity.sizes))
-        if known != (identity.deployment, identity.sizes):
+        now = self.clock.now_ns()
+        said = (identity.deployment, identity.sizes)
+        if self._engines.get(identity.instance, said) != said:
             raise refuse("identity", "identity: deployment or sizes differ from what another rank of it said")
         stream = self.streams.get(key)
+        if stream is not None:
+            _check_same(stream, identity, session, refuse)
         if stream is None:
             if len(self.streams) >= self._streams_max and not self._forget_idle(now):
                 raise refuse(
@@ -245,11 +280,12 @@ class Intake:
                     f"{self._streams_max} ranks stream already: raise --ranks-max",
                     retry_s=60.0,
                 )
+            self._engines[identity.instance] = said
             stream = self.streams[key] = Stream(identity, 0, 0, now)
-            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, now))
+            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, identity, now))
         elif stream.identity != identity:
             stream.identity = identity
-            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, now))
+            self._offer(EntryKind.HELLO, now, message, HelloTaken(stream, identity, now))
         stream.heard_ns = now
         stream.sessions.add(session)
         session.answer(Welcome(identity.instance, identity.rank, stream.durable_seq))
@@ -274,14 +310,17 @@ class Intake:
             evidence = wire.evidence_of(batch, self._limits)
         except FrameError as error:
             raise refuse("evidence", str(error), next_seq=batch.next_seq) from None
-        now = time.time_ns()
+        if stream.unheard:
+            evidence = replace(evidence, lost=evidence.lost + stream.unheard)
+            stream.unheard = 0
+        now = self.clock.now_ns()
         stream.heard_ns = now
         stream.offered_seq = batch.next_seq
         self._offer(
             EntryKind.BATCH,
             now,
             message,
-            BatchTaken(stream, now, batch.margin_s, batch.next_seq, evidence),
+            BatchTaken(stream, now, known_margin_s(batch.margin_s), batch.next_seq, evidence),
         )
         return evidence
 
@@ -317,6 +356,28 @@ class Intake:
         if not any(instance == key[0] for instance, _ in self.streams):
             self._engines.pop(key[0], None)
         return True
+
+
+def known_margin_s(margin_s: float) -> float:
+    """A margin as a frame tells it, negative where that is no number of seconds."""
+    return margin_s if math.isfinite(margin_s) else -1.0
+
+
+def _check_same(
+    stream: Stream, identity: Identity, session: Session, refuse: Callable[..., FrameRefusedError]
+) -> None:
+    """A rank that is known says hello again: it must be the same one, and digest as whoever streams it now does."""
+    if identity.started_ns != stream.identity.started_ns:
+        raise refuse(
+            "identity",
+            "identity: another life of an engine of this instance is known: give each start an instance of its own",
+        )
+    if identity != stream.identity and stream.sessions - {session}:
+        raise refuse(
+            "identity",
+            "identity: another sidecar streams this rank with another configuration: stop it, or compare their keys",
+            retry_s=CONFLICT_RETRY_S,
+        )
 
 
 def fault_of(identity: Identity) -> str:

@@ -11,6 +11,7 @@ the segment is cut back to its last durable byte, and the same entries go to a f
 them (a failed sync says nothing about what a second sync of the same file would mean).
 """
 
+import logging
 import os
 import struct
 import threading
@@ -25,8 +26,10 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.errors import StagewatchError, one_line
 from stagewatch.agents.identity import Identity
+
+log = logging.getLogger("stagewatch.collector")
 
 _MAGIC: Final = b"STGWJRN1"
 _HEAD: Final = struct.Struct("<IIQBxxx")
@@ -133,6 +136,8 @@ class Journal(Generic[T]):
         self._fd = -1
         self._path = directory
         self._size = 0
+        self._carried_size = 0
+        """Bytes with which the present segment began."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
     def recover(self) -> Iterator[Entry]:
@@ -197,6 +202,16 @@ class Journal(Generic[T]):
             self._fd = -1
 
     def _run(self) -> None:
+        try:
+            self._write_until_closed()
+        except (
+            Exception
+        ) as error:  # nobody waits for this thread: without a word, nothing would be safe ever again
+            log.exception("the journal's thread failed: please report this")
+            with self._condition:
+                self._failure = f"journal {self.directory}: {one_line(error)}: restart the collector"
+
+    def _write_until_closed(self) -> None:
         while True:
             group = self._next_group()
             if group is None:
@@ -223,7 +238,8 @@ class Journal(Generic[T]):
 
     def _commit(self, group: Sequence[_Waiting[T]]) -> bool:
         try:
-            if self._fd < 0 or self._size >= self._segment_bytes:
+            # What was carried over does not count: it may be more than a small segment holds.
+            if self._fd < 0 or self._size - self._carried_size >= self._segment_bytes:
                 self._open_segment()
             written = self._write(group) if group else 0
             began = time.monotonic()
@@ -283,7 +299,7 @@ class Journal(Generic[T]):
             path.unlink(missing_ok=True)
             raise
         with self._condition:
-            self._fd, self._path, self._size = fd, path, size
+            self._fd, self._path, self._size, self._carried_size = fd, path, size, size
             self._sizes[path] = size
         self._drop_oldest()
 
@@ -326,7 +342,7 @@ class SegmentReader:
 
 def segments_in(directory: Path) -> list[Path]:
     """The segments of a journal, oldest first."""
-    return sorted(path for path in directory.glob("*.journal") if path.stem.isdigit())
+    return sorted(path for path in directory.glob("*.journal") if path.stem.isdigit() and path.is_file())
 
 
 def read_journal(directory: Path) -> Iterator[Entry]:

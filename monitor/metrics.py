@@ -4,7 +4,6 @@ Names are OpenTelemetry's, with dots; Prometheus sees underscores, the unit and 
 a bounded set; no request id is ever one. Engines beyond the newest `ENGINES_MAX` are left out and counted.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -159,6 +158,8 @@ class Snapshot:
     sessions: int
     duplicates: int
     readers: int
+    now_ns: int
+    """By the clock that ranks are heard by."""
 
 
 class Metrics:
@@ -244,6 +245,10 @@ def _by_engine(value: Callable[[EngineState], float]) -> Callable[[Snapshot], Ob
     return lambda now: [(value(engine), _engine_labels(engine)) for engine in _engines(now)]
 
 
+def _heartbeat_ages(now: Snapshot) -> Observed:
+    return _by_rank(lambda engine, rank: max(now.now_ns - rank.last_heard_ns, 0) / 1e9)(now)
+
+
 def _by_rank(value: Callable[[EngineState, RankState], float]) -> Callable[[Snapshot], Observed]:
     return lambda now: [
         (
@@ -276,9 +281,7 @@ OBSERVERS: Final[dict[str, Callable[[Snapshot], Observed]]] = {
     "stagewatch.steps.compared": _by_engine(lambda engine: engine.compared_to),
     "stagewatch.ranks.missing": _by_engine(lambda engine: len(engine.missing)),
     "stagewatch.rank.armed": _by_rank(lambda engine, rank: int(rank.armed)),
-    "stagewatch.rank.heartbeat.age": _by_rank(
-        lambda engine, rank: max(time.time_ns() - rank.last_heard_ns, 0) / 1e9
-    ),
+    "stagewatch.rank.heartbeat.age": _heartbeat_ages,
     "stagewatch.rank.steps.behind": _by_rank(_steps_behind),
     "stagewatch.ring.margin": _by_rank(lambda engine, rank: rank.margin_s),
     "stagewatch.records.lost": _by_rank(lambda engine, rank: rank.lost_records),

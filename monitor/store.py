@@ -148,7 +148,8 @@ class Store:
         if query.before:
             conditions.append("number < ?")
             parameters.append(query.before)
-        parameters.append(min(max(query.limit, 1), PAGE_MAX))
+        # One more than a page, so that whoever pages sees whether there is another.
+        parameters.append(min(max(query.limit, 1), PAGE_MAX + 1))
         where = " AND ".join(conditions)
         return [
             _shown(*row)
@@ -247,4 +248,7 @@ def _show(number: int, incident: Incident) -> Shown:
 
 
 def _shown(number: int, body: bytes) -> Shown:
-    return _show(number, msgspec.json.decode(body, type=Incident))
+    try:
+        return _show(number, msgspec.json.decode(body, type=Incident))
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"incident {number} in the store cannot be read by this build: {error}") from None

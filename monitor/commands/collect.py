@@ -23,9 +23,12 @@ from stagewatch.agents.wire import Limits
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.auth import make_token
 from stagewatch.monitor.collector import Collector
+from stagewatch.monitor.connections import ImpatientProtocol, allow_many_files
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.watch import Watch
 
+DEAF_S: Final = 60
+"""A peer that acknowledges nothing for so long is taken for dead."""
 
 HELP = "take evidence from sidecars, compare the ranks, keep and serve the incidents"
 
@@ -77,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open-metrics",
         action="store_true",
-        help="let anybody who reaches the port read /metrics, without the token",
+        help="let anybody who reaches the port read /metrics and whether an engine is well, without the token",
     )
 
 
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         open_metrics=args.open_metrics,
         limits=Limits(),
     )
+    allow_many_files()
     collector = Collector(settings, Watch())
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         if said:
@@ -150,6 +154,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise SettingsError(f"--host {host} is no address to listen on: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Every connection inherits these: whoever is gone, or no longer reads, does not keep one for ever.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT"):
+            if hasattr(socket, option):  # Linux
+                limit = DEAF_S * (1000 if option == "TCP_USER_TIMEOUT" else 1)
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), limit)
         listener.bind(address)
         listener.listen(1024)
     except OSError as error:
@@ -198,6 +208,7 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             create_app(collector),
+            http=ImpatientProtocol,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -216,6 +227,7 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
         collector.hub.close()
         server.should_exit = True
 
+    collector.on_crash = end
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
@@ -223,4 +235,4 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
     shown = f"[{host}]" if ":" in host else host
     print(f"stagewatch: listening on http://{shown}:{port}", flush=True)
     await server.serve(sockets=[listener])
-    return 0
+    return 0 if collector.crash is None else 1

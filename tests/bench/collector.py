@@ -123,24 +123,33 @@ def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> None
     async def run(directory: Path) -> None:
         watching = Watch()
         left = len(load.identities) + len(load.messages)
-        done = asyncio.Event()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def durable(group: list[Taken]) -> None:
             nonlocal left
-            for taken in group:
-                judged(taken, watching)
+            try:
+                for taken in group:
+                    judged(taken, watching)
+            except Exception as error:  # noqa: BLE001  # it is raised where the run is awaited
+                if not done.done():
+                    done.set_exception(error)
+                return
             left -= len(group)
-            if not left:
-                done.set()
+            if not left and not done.done():
+                done.set_result(None)
 
         intake, session = Intake(settings(directory), durable), Session()  # type: ignore[arg-type]  # a list is a sequence
         intake.open()
         for message in (*load.hellos, *load.messages):
             await intake.room()
+            if done.done():
+                break
             intake.take(message, session)
             session.pending()
-        await done.wait()
-        await asyncio.to_thread(intake.journal.close)
+        try:
+            await done
+        finally:
+            await asyncio.to_thread(intake.journal.close)
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(run(Path(directory)))
@@ -151,7 +160,7 @@ def judge(taken: Taken, watching: Watch) -> None:
     if isinstance(taken, BatchTaken):
         watching.take(identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns)
     else:
-        watching.hello(identity, taken.t_ns)
+        watching.hello(taken.identity, taken.t_ns)
 
 
 def whole(load: Load) -> float:

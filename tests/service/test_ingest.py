@@ -1,7 +1,6 @@
 """The door: what continues a stream is taken once, what repeats it is acknowledged, what is wrong is refused."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,19 @@ import pytest
 from service_records import batch, batch_message, hello, identity, journalled_seqs
 
 from stagewatch.agents import wire
-from stagewatch.agents.identity import Rank, Sizes
+from stagewatch.agents.identity import Fingerprint, Rank, Sizes
 from stagewatch.agents.wire import Ack, Downward, Limits, Refusal, Welcome
-from stagewatch.monitor.ingest import FrameRefusedError, Intake, Session, Taken
-from stagewatch.monitor.journal import read_journal
+from stagewatch.monitor.ingest import (
+    BAD_FRAMES_MAX,
+    CONFLICT_RETRY_S,
+    BatchTaken,
+    FrameRefusedError,
+    HelloTaken,
+    Intake,
+    Session,
+    Taken,
+)
+from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of, read_journal, segments_in
 from stagewatch.monitor.settings import CollectorSettings
 
 RANK = identity().rank
@@ -34,8 +42,7 @@ class Door:
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.judged: list[Taken] = []
         self.intake = Intake(settings(directory, **changes), self.judged.extend)
-        for entry in self.intake.journal.recover():
-            self.intake.restore(entry)
+        self.restored = [self.intake.restore(entry) for entry in self.intake.journal.recover()]
         self.intake.open()
         self.session = Session()
 
@@ -263,11 +270,135 @@ def test_a_hello_is_journalled_once_however_often_it_is_said(at_the_door: AtTheD
         for _ in range(3):
             door.take(hello())
         door.take(batch_message(0, 1))
-        with contextlib.suppress(TimeoutError):
-            await door.said(4)
+        assert await door.said(2) == [Welcome("life-1", RANK, 0), Ack("life-1", RANK, 1)]
 
     at_the_door(body)
     assert len(list(read_journal(tmp_path / "journal"))) == 2
+
+
+def test_an_instance_used_for_a_second_life_is_refused(at_the_door: AtTheDoor) -> None:
+    """Its records are numbered from 0 again: they would pass for what is known, and be dropped unseen."""
+
+    async def body(door: Door) -> None:
+        door.take(hello(), batch_message(0, 3))
+        await door.said(2)
+        code, answer = refusal_of(door, hello(msgspec.structs.replace(identity(), started_ns=2)))
+        assert code == "identity"
+        assert answer.reason.endswith("give each start an instance of its own")
+        door.take(batch_message(3, 4))  # the first life goes on
+        assert (await door.said())[-1] == Ack("life-1", RANK, 4)
+
+    at_the_door(body)
+
+
+def test_one_rank_is_not_streamed_with_two_keys_at_once(at_the_door: AtTheDoor) -> None:
+    """GIVEN two sidecars with different keys on one ring WHEN both say hello THEN the second waits for the first."""
+    rekeyed = msgspec.structs.replace(identity(), config=(Fingerprint("digest_key", "other"),))
+
+    async def body(door: Door) -> None:
+        door.take(hello())
+        await door.said()
+        second = Session()
+        with pytest.raises(FrameRefusedError) as caught:
+            door.intake.take(hello(rekeyed), second)
+        assert (caught.value.code, caught.value.answer.retry_s) == ("identity", CONFLICT_RETRY_S)
+        door.take(batch_message(0, 1))
+        door.intake.leave(door.session)
+        door.intake.take(hello(rekeyed), second)
+        while len([w for w in door.judged if isinstance(w, HelloTaken)]) < 2:
+            await asyncio.sleep(0)
+        # each hello is judged as it was said, however late
+        assert [w.identity for w in door.judged if isinstance(w, HelloTaken)] == [identity(), rekeyed]
+
+    at_the_door(body)
+
+
+def test_a_refused_hello_leaves_nothing_behind(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
+        door.take(hello(identity(0, "life-0")))
+        assert refusal_of(door, hello(identity(0, "life-1", stages=3)))[0] == "too_many"
+        door.intake.streams.clear()
+        door.take(hello(identity(0, "life-1", stages=2)))  # its sizes were not taken from the one refused
+
+    at_the_door(body, ranks_max=1)
+
+
+def test_a_peer_that_never_reads_costs_one_welcome_a_rank(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
+        for _ in range(1000):
+            door.take(hello())
+        assert len(door.session.pending()) == 1
+
+    at_the_door(body)
+
+
+def test_refused_ranks_do_not_close_the_connection_of_the_others() -> None:
+    session = Session()
+    refused = FrameRefusedError("too_many", "", Refusal("", 60.0))
+    assert [session.refuse(refused, 8) for _ in range(9)] == [False] * 8 + [True]
+
+
+def test_bad_frames_close_the_connection() -> None:
+    session = Session()
+    bad = FrameRefusedError("malformed", "", Refusal("", -1.0))
+    assert [session.refuse(bad, 8) for _ in range(BAD_FRAMES_MAX)] == [False] * (BAD_FRAMES_MAX - 1) + [True]
+
+
+@pytest.mark.parametrize("margin_s", [float("nan"), float("inf"), float("-inf")])
+def test_a_margin_that_is_no_number_is_unknown(at_the_door: AtTheDoor, margin_s: float) -> None:
+    async def body(door: Door) -> None:
+        door.take(hello(), wire.encode_frame(msgspec.structs.replace(batch(0, 1), margin_s=margin_s)))
+        await door.said(2)
+        (taken,) = [t for t in door.judged if isinstance(t, BatchTaken)]
+        assert taken.margin_s == -1.0
+
+    at_the_door(body)
+
+
+def test_what_a_missing_segment_held_is_told_as_lost(at_the_door: AtTheDoor, tmp_path: Path) -> None:
+    # GIVEN a journal of many segments, of which one in the middle is deleted
+    async def fill(door: Door) -> None:
+        door.take(hello())
+        await door.said()
+        for number in range(60):
+            door.take(batch_message(number, number + 1))
+            await door.said()
+
+    at_the_door(fill, segment_bytes=4096)
+    segments = segments_in(tmp_path / "journal")
+    assert len(segments) > 5
+    gone = [e for e in SegmentReader(segments[2]) if e.kind is EntryKind.BATCH]
+    segments[2].unlink()
+
+    # WHEN it is read back
+    async def back(door: Door) -> None:
+        heard = [t.evidence for t in door.restored if isinstance(t, BatchTaken)]
+        # THEN the evidence after the gap says how much is missing, and the stream goes on
+        assert sum(e.lost for e in heard) == len(gone) > 0
+        assert sum(e.next_seq - e.first_seq for e in heard) == 60 - len(gone)
+        door.take(hello())
+        assert (await door.said())[0] == Welcome("life-1", RANK, 60)
+
+    at_the_door(back)
+
+    # AND where nothing follows the gap, the next live evidence says it
+    for segment in segments_in(tmp_path / "journal")[3:-1]:
+        segment.unlink()
+    for segment in segments_in(tmp_path / "journal")[-2:]:
+        keep = [e for e in SegmentReader(segment) if e.kind is EntryKind.CARRIED]
+        segment.write_bytes(
+            b"STGWJRN1" + b"".join(head_of(e.kind, e.t_ns, e.payload) + e.payload for e in keep)
+        )
+
+    async def live(door: Door) -> None:
+        heard = sum(t.evidence.next_seq for t in door.restored[-1:] if isinstance(t, BatchTaken))
+        assert heard == 0
+        known = [t.next_seq for t in door.restored if isinstance(t, BatchTaken)][-1]
+        door.take(hello(), batch_message(60, 61))
+        await door.said(2)
+        assert [t.evidence.lost for t in door.judged if isinstance(t, BatchTaken)] == [60 - known]
+
+    at_the_door(live)
 
 
 def test_answers_to_refusals_say_so_on_the_wire() -> None:

@@ -10,6 +10,7 @@ from stagewatch.monitor.metrics import ENGINES_MAX, INSTRUMENTS, Metrics, Snapsh
 from stagewatch.monitor.states import EngineState, RankState
 
 JOURNAL = Health(10, 1, 0, "", 1, 0.1, 0)
+NOW_NS = 5 * 10**9
 
 
 def engine(number: int = 0) -> EngineState:
@@ -19,7 +20,7 @@ def engine(number: int = 0) -> EngineState:
 
 
 def exercised(engines: list[EngineState]) -> Metrics:
-    metrics = Metrics(lambda: Snapshot(engines, JOURNAL, 1, 0, 0))
+    metrics = Metrics(lambda: Snapshot(engines, JOURNAL, 1, 0, 0, NOW_NS))
     for item in INSTRUMENTS:
         if item.kind == "counter":
             metrics.count(item.name, **dict.fromkeys(item.labels, "x"))
@@ -68,7 +69,7 @@ def test_no_more_engines_than_allowed_become_labels_and_the_newest_stay() -> Non
 
 
 def test_latency_is_measured_from_the_first_bad_step_and_not_for_notices() -> None:
-    metrics = Metrics(lambda: Snapshot([], JOURNAL, 0, 0, 0))
+    metrics = Metrics(lambda: Snapshot([], JOURNAL, 0, 0, 0, NOW_NS))
     metrics.incident(incident(severity=Severity.NOTICE))
     metrics.incident(incident(severity=Severity.WARNING, first_bad_ns=10**9, raised_ns=3 * 10**9))
     latency = {name: value for name, _, value in samples(metrics) if name.startswith("stagewatch_detection")}
