@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -22,6 +23,8 @@ from stagewatch.monitor.store import Shown, StoreError
 INCIDENT_ID: Final = r"^[0-9a-f]{16}$"
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
 _ENGINE_HEALTH: Final = re.compile(r"/v1/engines/[^/]+/healthz")
+_REFERENCE: Final = "#/components/schemas/{name}"
+Responses = dict[int | str, dict[str, Any]]
 _SEVERITIES: Final = {severity.word: severity for severity in Severity}
 
 
@@ -54,6 +57,7 @@ def create_app(collector: Collector) -> FastAPI:
     _add_incidents(app, collector)
     _add_engines(app, collector)
     _add_ingest(app, collector)
+    _complete_openapi(app)
     return app
 
 
@@ -94,7 +98,7 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
         return _json({"status": "ok"})
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz")
+    @app.get("/readyz", responses=_failing(503))
     async def readyz() -> Response:
         """The collector can take frames and keep them. The reason it cannot is for those with a token."""
         return (
@@ -108,7 +112,7 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
         """Why the collector is not ready, if it is not."""
         return _json({"ready": not collector.not_ready, "reason": collector.not_ready})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=_text("text/plain"))
     async def prometheus() -> Response:
         """Metrics as Prometheus reads them."""
         collector.engines()
@@ -116,7 +120,7 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
 
 
 def _add_incidents(app: FastAPI, collector: Collector) -> None:
-    @app.get("/v1/incidents", responses=_documented(IncidentPage))
+    @app.get("/v1/incidents", responses=_documented(IncidentPage) | _failing(503))
     def incidents(
         deployment: Annotated[str, Query(max_length=64)] = "",
         instance: Annotated[str, Query(max_length=128)] = "",
@@ -132,13 +136,13 @@ def _add_incidents(app: FastAPI, collector: Collector) -> None:
         more = found[limit - 1].number if len(found) > limit else None
         return _json(IncidentPage(found[:limit], more))
 
-    @app.get("/v1/incidents/{incident_id}", responses=_documented(Shown))
+    @app.get("/v1/incidents/{incident_id}", responses=_documented(Shown) | _failing(404, 503))
     def incident(incident_id: Annotated[str, Path(pattern=INCIDENT_ID)]) -> Response:
         """One incident."""
         found = collector.store.get(incident_id)
         return _json(found) if found else _error(404, "there is no such incident")
 
-    @app.get("/v1/events")
+    @app.get("/v1/events", response_class=StreamingResponse, responses=_text("text/event-stream"))
     async def events(last_event_id: Annotated[int | None, Header(ge=0, lt=2**63)] = None) -> Response:
         """Server-sent events: each `data` is a kind and an incident; resumes after `Last-Event-ID`."""
         return StreamingResponse(
@@ -154,14 +158,14 @@ def _add_engines(app: FastAPI, collector: Collector) -> None:
         """Every engine known, newest last."""
         return _json({"engines": [_engine(state) for state in collector.engines()]})
 
-    @app.get("/v1/engines/{instance}")
+    @app.get("/v1/engines/{instance}", responses=_failing(404))
     async def engine(instance: Annotated[str, Path(max_length=128)]) -> Response:
         """The replicas of one life of an engine."""
         found = [_engine(state) for state in collector.engines() if state.instance == instance]
         return _json({"engines": found}) if found else _error(404, "there is no such engine")
 
     @app.head("/v1/engines/{instance}/healthz", include_in_schema=False)
-    @app.get("/v1/engines/{instance}/healthz", responses={404: {}, 503: {}})
+    @app.get("/v1/engines/{instance}/healthz", responses=_failing(404, 503))
     async def engine_health(
         instance: Annotated[str, Path(max_length=128)],
         dp: Annotated[int | None, Query(ge=0, le=4096)] = None,
@@ -262,10 +266,39 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"detail": message}, status, headers)
 
 
-def _documented(struct: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    """The JSON schema of a response, for the OpenAPI document."""
-    (schema,), components = msgspec.json.schema_components(
-        [struct], ref_template="#/components/schemas/{name}"
-    )
-    inline = {**components, **schema}.get(struct.__name__, schema)
-    return {200: {"content": {"application/json": {"schema": inline}}}}
+def _documented(struct: type[msgspec.Struct]) -> Responses:
+    """The schema of a response, for the OpenAPI document."""
+    schema = {"$ref": _REFERENCE.format(name=struct.__name__)}
+    return {200: {"description": "OK", "content": {"application/json": {"schema": schema}}}}
+
+
+def _text(media_type: str) -> Responses:
+    return {200: {"description": "OK", "content": {media_type: {"schema": {"type": "string"}}}}}
+
+
+def _failing(*statuses: int) -> Responses:
+    """Answers that say why in `detail`."""
+    schema = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
+    content = {"application/json": {"schema": schema}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    """Add what FastAPI cannot know: the structures of msgspec, and that a token is needed."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = made()
+            _, schemas = msgspec.json.schema_components([Shown, IncidentPage], ref_template=_REFERENCE)
+            components = document.setdefault("components", {})
+            components.setdefault("schemas", {}).update(schemas)
+            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    if path not in _OPEN_PATHS:
+                        operation["security"] = [{"token": []}]
+                        operation["responses"].update({str(k): v for k, v in _failing(401).items()})
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it

@@ -102,3 +102,31 @@ def test_closing_ends_every_stream(store: Store) -> None:
 
 async def _drained(stream: AsyncIterator[bytes]) -> list[bytes]:
     return [chunk async for chunk in stream]
+
+
+def test_a_burst_longer_than_the_queue_dismisses_nobody(store: Store) -> None:
+    """GIVEN a reader that is up to date WHEN thousands of incidents open at once THEN it gets each, once, in order."""
+
+    async def body() -> None:
+        hub = Hub()
+        stream = await opened(hub, store, after=0)
+        count = 5 * QUEUE_EVENTS
+        store_all = [incident(n) for n in range(1, count + 1)]
+        hub.publish(store.apply(store_all[:1]))
+        assert await number(stream) == 1
+        hub.publish(store.apply(store_all[1:]))
+        assert [await number(stream) for _ in range(2, count + 1)] == list(range(2, count + 1))
+        assert hub.dropped_readers == 0
+
+    asyncio.run(body())
+
+
+def test_a_reader_of_another_store_starts_over(store: Store) -> None:
+    """A page left open while the data directory was replaced asks for what comes after a number of the old one."""
+
+    async def body() -> None:
+        hub = Hub()
+        store.apply([incident(1)])
+        assert await number(await opened(hub, store, after=1000)) == 1
+
+    asyncio.run(body())

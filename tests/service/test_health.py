@@ -164,3 +164,18 @@ def test_an_error_of_the_watch_is_counted_each_time_and_told_once(
 
     asyncio.run(run())
     assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+def test_the_openapi_document_refers_to_nothing_it_lacks(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        document = (await client.get("/openapi.json", headers=TOKEN)).json()
+        text = str(document)
+        wanted = {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}
+        assert {"Shown", "IncidentPage"} <= wanted
+        assert wanted <= document["components"]["schemas"].keys()
+        for path, operations in document["paths"].items():
+            is_open = path in ("/healthz", "/readyz")
+            assert ("security" in operations["get"]) != is_open, path
+            assert ("401" in operations["get"]["responses"]) != is_open, path
+
+    serve(tmp_path, body)
