@@ -172,7 +172,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         run_rank(config, rank, store, pipe, started_ns)
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         os._exit(3)  # the driver is gone
     except Exception:  # noqa: BLE001  # whatever ended it is the run's end: say it and go
         traceback.print_exc()
@@ -189,6 +189,15 @@ def emit(event: Event) -> None:
 def main() -> int:
     """Read a `LabConfig` from stdin and run it. 0: it came to its end; 1: a rank died; 2: it cannot be run."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        return _run()
+    except BrokenPipeError:
+        # Whoever started us is gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run() -> int:
     try:
         ended = Driver(LabConfig.decode(sys.stdin.buffer.read())).run()
     except (StagewatchError, msgspec.MsgspecError) as error:

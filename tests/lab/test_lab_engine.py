@@ -1,5 +1,6 @@
 """The lab as processes: real collectives, real rings, real deaths."""
 
+import contextlib
 import json
 import os
 import signal
@@ -177,3 +178,28 @@ def process_exists(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_a_lab_whose_reader_left_ends_without_a_word(tmp_path: Path) -> None:
+    """GIVEN a driver WHEN whoever reads its events ends THEN it and its ranks end, and nothing is printed."""
+    with (tmp_path / "stderr").open("wb") as stderr:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "stagewatch.agents.lab.driver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    try:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        driver.stdout.close()
+        driver.stdin.write(LAB.encode())
+        driver.stdin.close()
+        assert driver.wait(60) == 1
+        with pytest.raises(ProcessLookupError):
+            os.killpg(driver.pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+    assert (tmp_path / "stderr").read_text() == ""
