@@ -232,6 +232,18 @@ class History:
         seen = self._newest(request, None, upto + 1)
         return None if seen is None else life_of(seen.reference, seen.row)
 
+    def holder(self, index: int, slot: int, generation: int, before: int) -> int:
+        """Key of the request that ran in a slot of rank ``index`` below step ``before``; 0 if unknown."""
+        for window in reversed(self._inputs):
+            if window.steps[-1] < before - LOOK_BACK_STEPS:
+                break
+            block = window.blocks[index]
+            end = int(window.starts[np.searchsorted(window.steps, before)])
+            rows = np.flatnonzero((block.slot[:end] == slot) & (block.generation[:end] == generation))
+            if len(rows):
+                return int(block.request[rows[-1]])
+        return 0
+
     def _newest(self, request: int, life: int | None, before: int) -> Seen | None:
         for window in reversed(self._inputs):
             if window.steps[0] >= before:

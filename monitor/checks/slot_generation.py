@@ -69,9 +69,12 @@ class SlotGeneration:
     ) -> Finding:
         slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
         owner, generation = self._owners_of(index).at(slot)
-        harmed = owner != 0 and generation == now
-        request = owner if harmed else int(consumed.request[row])
         step = int(consumed.at[at])
+        if generation != now:
+            # Its bind may be among lost records; the slot's owner is in every batch it ran in since.
+            owner = history.holder(index, slot, now, step)
+        harmed = owner != 0
+        request = owner if harmed else int(consumed.request[row])
         life = history.life(request, step if harmed else int(consumed.step[at]))
         rank = group.number(index)
         return Finding(
