@@ -6,24 +6,26 @@ than one batch per rank however long the recording is.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
 from stagewatch.agents.digest import Digester
-from stagewatch.agents.errors import FrameError, StagewatchError
+from stagewatch.agents.errors import FrameError, RingError, StagewatchError
 from stagewatch.agents.evidence import Evidence, digest_records
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Record
 from stagewatch.agents.ring import RingReader
 from stagewatch.agents.wire import Hello, Limits, decode_upward, evidence_of
-from stagewatch.monitor.journal import Carried, EntryKind, read_journal, segments_in
+from stagewatch.monitor.ingest import known_margin_s
+from stagewatch.monitor.journal import Carried, Entry, EntryKind, SegmentReader, segments_in
 from stagewatch.monitor.traces import TraceFile, TraceReader, identities, new_digester, trace_file
 from stagewatch.monitor.watch import Watch
 
 _BATCH_RECORDS: Final = 4096
+_LIMITS: Final = Limits()
 _COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
@@ -57,14 +59,23 @@ class RingSource:
         return self._reader.identity
 
     def evidence(self) -> Iterator[Evidence]:
-        """All that the ring holds now."""
-        lost = 0
-        while True:
-            records: list[Record] = list(self._reader.read(_BATCH_RECORDS))
-            if not records:
-                return
-            fresh, lost = self._reader.lost - lost, self._reader.lost
-            yield digest_records(records, self.identity, self._digester, lost=fresh, raw=True)
+        """All that the ring holds now; what is missing lies before the evidence that says so."""
+        next_seq = 0
+        while records := list(self._reader.read(_BATCH_RECORDS)):
+            for run in _without_gaps(records):
+                lost = run[0].seq - next_seq
+                next_seq = run[-1].seq + 1
+                yield digest_records(run, self.identity, self._digester, lost=lost, raw=True)
+
+
+def _without_gaps(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """The records in runs whose numbers follow one another."""
+    begin = 0
+    for place in range(1, len(records)):
+        if records[place].seq != records[place - 1].seq + 1:
+            yield list(records[begin:place])
+            begin = place
+    yield list(records[begin:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,8 @@ class Recordings:
     """What is to be replayed."""
 
     sources: tuple[Source, ...]
+    left_out: tuple[str, ...]
+    """Files of a directory that this build cannot read, each with the reason."""
     journals: tuple[Path, ...]
     """Directories of a collector's journal, which holds all ranks in the order of arrival."""
 
@@ -84,7 +97,9 @@ def open_recordings(paths: Sequence[Path]) -> Recordings:
     try:
         journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
         rest = [path for path in paths if _journal_in(path) is None]
-        return Recordings(tuple(_open_sources(rest)) if rest else (), journals)
+        left_out: list[str] = []
+        sources = tuple(_open_sources(rest, left_out)) if rest else ()
+        return Recordings(sources, tuple(left_out), journals)
     except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
@@ -97,16 +112,27 @@ def _journal_in(path: Path) -> Path | None:
     return None
 
 
-def _open_sources(paths: Sequence[Path]) -> list[Source]:
+def _open_sources(paths: Sequence[Path], left_out: list[str]) -> list[Source]:
     digester = new_digester()
     traces: dict[tuple[Path, str], list[TraceFile]] = {}
     sources: list[Source] = []
+    rings: dict[tuple[str, Rank], Path] = {}
     for path in _files(paths):
         trace = trace_file(path)
         if trace is not None:
             traces.setdefault((path.parent, trace.name), []).append(trace)
         elif path.suffix == ".ring":
-            sources.append(RingSource(path, digester))
+            try:
+                ring = RingSource(path, digester)
+            except RingError as error:
+                if path in paths:
+                    raise
+                left_out.append(str(error))  # one of many in a directory: the others can still be compared
+                continue
+            other = rings.setdefault((ring.identity.instance, ring.identity.rank), path)
+            if other != path:
+                raise SourceError(f"{path} holds the same rank as {other}: give one of them")
+            sources.append(ring)
         elif path.suffix in _COMPRESSED:
             raise SourceError(f"{path}: compressed: unpack it first")
         else:
@@ -118,6 +144,7 @@ def _open_sources(paths: Sequence[Path]) -> list[Source]:
     if not sources:
         raise SourceError(
             f"{', '.join(map(str, paths))}: holds no trace (NAME.rankN.jsonl), no ring (NAME.ring) and no journal"
+            + "".join(f"; {why}" for why in left_out)
         )
     return sources
 
@@ -137,12 +164,20 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
                 yield each
 
 
-def replay(recordings: Recordings, watch: Watch) -> None:
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What of a journal could not be replayed."""
+
+    damaged_bytes: int
+    unreadable_entries: int
+
+
+def replay(recordings: Recordings, watch: Watch) -> Missing:
     """Feed everything to ``watch``; say that the evidence has ended."""
     _replay_sources(recordings.sources, watch)
-    for directory in recordings.journals:
-        _replay_journal(directory, watch)
+    missing = [_JournalReplay(watch).run(directory) for directory in recordings.journals]
     watch.finish()
+    return Missing(sum(m.damaged_bytes for m in missing), sum(m.unreadable_entries for m in missing))
 
 
 def _replay_sources(sources: Sequence[Source], watch: Watch) -> None:
@@ -164,23 +199,58 @@ def _replay_sources(sources: Sequence[Source], watch: Watch) -> None:
         heapq.heappush(queue, (newest, place))
 
 
-def _replay_journal(directory: Path, watch: Watch) -> None:
-    """In the order of arrival, as the collector itself took it."""
-    known: dict[tuple[str, Rank], int] = {}
-    limits = Limits()
-    try:
-        for entry in read_journal(directory):
-            if entry.kind is EntryKind.CARRIED:
-                carried = msgspec.msgpack.decode(entry.payload, type=Carried)
-                known.setdefault((carried.identity.instance, carried.identity.rank), carried.next_seq)
-                watch.hello(carried.identity, entry.t_ns)
-                continue
-            frame = decode_upward(entry.payload, limits)
-            if isinstance(frame, Hello):
-                known.setdefault((frame.identity.instance, frame.identity.rank), 0)
-                watch.hello(frame.identity, entry.t_ns)
-            elif frame.next_seq > known.get((frame.instance, frame.rank), -1):
-                known[frame.instance, frame.rank] = frame.next_seq
-                watch.take(frame.instance, frame.rank, evidence_of(frame, limits), frame.margin_s, entry.t_ns)
-    except (FrameError, msgspec.MsgspecError) as error:
-        raise SourceError(f"{directory}: an entry cannot be read: {error}") from None
+@dataclass(slots=True)
+class _Position:
+    """How far one rank's stream has come."""
+
+    next_seq: int
+    unheard: int = 0
+    """Records that the journal once held: lost, as the next evidence will say."""
+
+
+class _JournalReplay:
+    """A journal in the order of arrival, as the collector itself took it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._known: dict[tuple[str, Rank], _Position] = {}
+
+    def run(self, directory: Path) -> Missing:
+        """Replay all that is sound."""
+        damaged = unreadable = 0
+        for path in segments_in(directory):
+            reader = SegmentReader(path)
+            for entry in reader:
+                try:
+                    self._take(entry)
+                except (FrameError, msgspec.MsgspecError):
+                    unreadable += 1
+            damaged += reader.size - reader.sound_bytes
+        return Missing(damaged, unreadable)
+
+    def _take(self, entry: Entry) -> None:
+        if entry.kind is EntryKind.CARRIED:
+            carried = msgspec.msgpack.decode(entry.payload, type=Carried)
+            self._hello(carried.identity, carried.next_seq, entry.t_ns)
+            return
+        frame = decode_upward(entry.payload, _LIMITS)
+        if isinstance(frame, Hello):
+            self._hello(frame.identity, 0, entry.t_ns)
+            return
+        position = self._known.get((frame.instance, frame.rank))
+        if position is None:
+            raise FrameError("a batch of a rank that never said hello")
+        if frame.next_seq <= position.next_seq:
+            return
+        evidence = evidence_of(frame, _LIMITS)
+        lost = max(frame.first_seq - position.next_seq, 0) + position.unheard
+        position.next_seq, position.unheard = frame.next_seq, 0
+        evidence = replace(evidence, lost=lost)
+        margin_s = known_margin_s(frame.margin_s)
+        self._watch.take(frame.instance, frame.rank, evidence, margin_s, entry.t_ns)
+
+    def _hello(self, identity: Identity, next_seq: int, t_ns: int) -> None:
+        position = self._known.setdefault((identity.instance, identity.rank), _Position(next_seq))
+        position.unheard += max(next_seq - position.next_seq, 0)
+        position.next_seq = max(next_seq, position.next_seq)
+        self._watch.hello(identity, t_ns)

@@ -236,8 +236,10 @@ class TraceReader:
             raise ValueError(f"a line of step {step} follows the inputs of step {self._step}")
 
     def _inputs(self, line: _Inputs) -> Iterator[tuple[Kind, int, Body]]:
-        if line.step <= self._step:
-            raise ValueError(f"step {line.step} follows step {self._step}: steps must rise")
+        if not self._step < line.step < 2**63:
+            raise ValueError(
+                f"step {line.step} follows step {self._step}: steps must rise, and stay below 2**63"
+            )
         self._step = line.step
         rows = line.rows
         for row in rows:

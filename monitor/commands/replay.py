@@ -55,7 +55,15 @@ def run(args: argparse.Namespace) -> int:
     """Replay and report; return the exit status."""
     recordings = open_recordings(args.paths)
     watch = Watch()
-    replay(recordings, watch)
+    for why in recordings.left_out:
+        print(f"stagewatch: left out: {why}", file=sys.stderr)
+    missing = replay(recordings, watch)
+    if missing.damaged_bytes or missing.unreadable_entries:
+        print(
+            f"stagewatch: journal: {missing.damaged_bytes} bytes are torn or damaged and {missing.unreadable_entries} "
+            "entries cannot be read: left out",
+            file=sys.stderr,
+        )
     for source in recordings.sources:
         if isinstance(source, TraceReader):
             _say_what_is_missing(source)
