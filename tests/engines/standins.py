@@ -209,7 +209,7 @@ def make_pp_utils(variant: str) -> ModuleType:
             self._put(tokens)
             self._put(counts)
             slots = input_batch.idx_mapping_np
-            entry = [None, tokens, counts[0], counts[1], input_batch.idx_mapping, slots, mask]
+            entry = [object(), tokens, counts[0], counts[1], input_batch.idx_mapping, slots, mask]
             entry.append(self.req_idx_gen_np[slots])
             if drafts:
                 block = torch.zeros(rows, k, dtype=torch.int64)
@@ -459,7 +459,9 @@ class GPUModelRunner:
         if self._rank.variant == "D":
             if self._planned and self._rank.pp_utils.compute_need_sampled_mask(batch) is not None:
                 self.pp_handler.broadcast_drafts(block)
-        elif self._rank.variant in ("B", "C"):
+        elif self._rank.variant == "B":
+            self.pp_handler.broadcast_drafts(states.draft_tokens[:], batch)  # the table, by another object
+        elif self._rank.variant == "C":
             self.pp_handler.broadcast_drafts(states.draft_tokens, batch)
         elif self._rank.variant == "A+relay":
             self.pp_handler.broadcast_draft(block, batch)

@@ -12,6 +12,7 @@ from conftest import Watched, hooks_of
 from standins import Pipeline, Request
 
 from stagewatch.agents.budget import Budget
+from stagewatch.agents.engines.staging import HostStaging
 from stagewatch.agents.engines.vllm import _Timer
 from stagewatch.agents.engines.vllm_hooks import RankHooks
 from stagewatch.agents.engines.wrapping import Wrapping
@@ -97,6 +98,18 @@ class TestEveryHook:
         assert all(said in message and "\n" not in message for message in messages)
 
 
+class Noting(HostStaging):
+    """A staging that remembers which events it was told to wait for."""
+
+    def __init__(self) -> None:
+        self.afters: list[object] = []
+
+    def take(self, pieces: Any, publish: Any, after: Any = None) -> None:
+        """Note and publish."""
+        self.afters.append(after)
+        super().take(pieces, publish, after)
+
+
 class TestDeferred:
     def test_an_engine_that_never_consumes_is_not_made_to_keep_its_tensors(self, watch: Watch) -> None:
         watched = watch("C")
@@ -112,6 +125,23 @@ class TestDeferred:
         assert len(hooks._deferred) <= len(handler.queue)
         assert probe.armed
         assert probe._drops == 20 - len(hooks._deferred)
+
+    def test_values_that_the_engine_does_not_wait_for_are_waited_for(self, watch: Watch) -> None:
+        """GIVEN a payload of which no row is applied THEN it is copied after the event of its arrival."""
+        watched = watch("C")
+        hooks = watched.hooks[0]
+        staging = Noting()
+        hooks._staging = staging
+        watched.pipeline.serve(
+            [Request("aborted", [3, 3], 50, aborted=5), Request("other", [4, 4], 20, arrives=1)]
+        )
+        consumed = {r.step: r.body for r in watched.records(0) if r.kind is Kind.CONSUMED}
+        applied = [bool(body.applied.any()) for body in consumed.values()]
+        assert set(applied) == {True, False}
+        received = len([r for r in watched.records(0) if r.kind is Kind.RECEIVED and not r.body.skipped])
+        assert len([after for after in staging.afters if after is not None]) == received + applied.count(
+            False
+        )
 
     def test_a_probe_that_is_disarmed_in_mid_step_keeps_nothing(self, watch: Watch) -> None:
         watched = watch("C")

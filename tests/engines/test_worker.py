@@ -164,6 +164,24 @@ class TestArmed:
         assert node.workers[0].load_model() == "loaded"
         assert len(list(node.rings.glob("*.ring"))) == len(said(caplog)) == 2
 
+    def test_a_load_that_somebody_else_kept_arms_no_second_time(
+        self, node: Node, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """GIVEN a plugin that wraps our wrapper WHEN the worker loads its model again THEN it stays armed as it is."""
+        worker = node.workers[0]
+        kept: list[Callable[[], str]] = []
+        load = Worker.load_model
+
+        def keep(self: Worker) -> str:
+            if self is worker and not kept:
+                kept.append(self.load_model)
+            return load(self)
+
+        node._patch.setattr(Worker, "load_model", keep)
+        node.start()
+        assert kept[0]() == "loaded"
+        assert len(list(node.rings.glob("*.ring"))) == len(said(caplog)) == 2
+
 
 class TestNotArmed:
     def assert_serves_unwatched(self, node: Node) -> None:
@@ -226,6 +244,17 @@ class TestNotArmed:
         assert all("isend_tensor_dict" in line or "recv_tensor_dict" in line for line in lines)
         for rank in node.pipeline.ranks:
             rank.pp_group.irecv_tensor_dict = lambda: None
+        self.assert_serves_unwatched(node)
+
+    def test_a_failure_after_the_hooks_were_placed_takes_them_off(
+        self, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def failing(*_: object) -> None:
+            raise TypeError("this worker cannot be shut down")
+
+        monkeypatch.setattr(vllm, "_close_with", failing)
+        node.start()
+        assert len([line for line in said(caplog) if "cannot be shut down" in line]) == 4
         self.assert_serves_unwatched(node)
 
     def test_a_worker_that_somebody_else_wraps_while_it_loads(self, node: Node) -> None:
