@@ -270,7 +270,13 @@ class Journal(Generic[T]):
         if self._fd < 0:
             return
         try:
-            os.ftruncate(self._fd, self._size)
+            if self._size == self._carried_size:
+                # Nothing was taken into it, and a disk that stays full must not fill up with such.
+                self._path.unlink()
+                with self._condition:
+                    del self._sizes[self._path]
+            else:
+                os.ftruncate(self._fd, self._size)
         except OSError:
             pass  # recovery cuts a torn tail, and what it finds whole it takes once
         finally:
@@ -282,7 +288,9 @@ class Journal(Generic[T]):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        last = max((int(path.stem) for path in self._sizes), default=0)
+        # Whatever has the name: even what is no segment would keep a file from being made.
+        taken = self.directory.glob("*.journal")
+        last = max((int(path.stem) for path in taken if path.stem.isdigit()), default=0)
         path = self.directory / f"{last + 1:016d}.journal"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND, 0o600)
         try:

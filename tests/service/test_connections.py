@@ -25,7 +25,9 @@ def serve(body: Body) -> None:
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body"})
 
-        config = uvicorn.Config(app, "127.0.0.1", 0, http=ImpatientProtocol, lifespan="off", log_level="critical")
+        config = uvicorn.Config(
+            app, "127.0.0.1", 0, http=ImpatientProtocol, lifespan="off", log_level="critical"
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         while not server.started:

@@ -1,7 +1,7 @@
 """What load balancers and probes ask, over a watch whose answers the test decides."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,15 @@ import httpx
 import pytest
 from test_ingest import settings
 from test_metrics import engine
+from test_store import incident
 
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.collector import Collector
+from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.states import Change, EngineState
+from stagewatch.monitor.store import PAGE_MAX, Event, Query
 
 TOKEN = {"Authorization": "Bearer " + "t" * 20}
 WHY = "rank 0 waits in recv; joined the batch: customer-4711"
@@ -179,3 +182,45 @@ def test_the_openapi_document_refers_to_nothing_it_lacks(tmp_path: Path) -> None
             assert ("401" in operations["get"]["responses"]) != is_open, path
 
     serve(tmp_path, body)
+
+
+def test_every_incident_is_on_some_page(tmp_path: Path) -> None:
+    async def run() -> None:
+        collector = Collector(settings(tmp_path), FakeWatch())
+        collector.store.apply([incident(number) for number in range(1, PAGE_MAX + 3)])
+        transport = httpx.ASGITransport(create_app(collector))
+        async with httpx.AsyncClient(transport=transport, base_url="http://collector") as client:
+            seen: list[int] = []
+            before: int | None = 0
+            while before is not None:
+                query = f"/v1/incidents?limit={PAGE_MAX}&before={before}"
+                page = (await client.get(query, headers=TOKEN)).json()
+                seen += [found["number"] for found in page["incidents"]]
+                before = page["next"]
+            assert seen == list(range(PAGE_MAX + 2, 0, -1))
+        await collector.stop()
+
+    asyncio.run(run())
+
+
+def test_an_incident_that_cannot_be_stored_keeps_no_other_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        collector = Collector(settings(tmp_path), FakeWatch())
+        store = collector.store.apply
+
+        def apply(found: Iterable[Incident]) -> list[Event]:
+            group = list(found)
+            if any(each.id == incident(2).id for each in group):
+                raise TypeError("an incident that no encoder takes")
+            return store(group)
+
+        monkeypatch.setattr(collector.store, "apply", apply)
+        collector._note_changes([Change("opened", incident(number)) for number in (1, 2, 3)])
+        assert await collector._store_once()
+        assert [found.request for found in collector.store.find(Query())] == ["request-3", "request-1"]
+        assert b'stagewatch_internal_errors_total{place="store"} 1.0' in collector.metrics.render()
+        await collector.stop()
+
+    asyncio.run(run())

@@ -202,3 +202,59 @@ def test_a_disk_that_comes_back_gets_everything_once(tmp_path: Path) -> None:
     assert opened.journal.health.failure == ""
     opened.journal.close()
     assert payloads_in(directory) == [b"one", b"two", b"three"]
+
+
+def test_a_disk_that_stays_full_does_not_gather_segments(directory: Path) -> None:
+    """A segment may begin, and then have no room for what waits: each try makes one anew."""
+    opened = Opened(directory)
+    opened.journal.start()
+    opened.write(b"one")
+    tries = 0
+
+    def no_room(group: Any) -> int:
+        nonlocal tries
+        tries += 1
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stagewatch.monitor.journal.RETRY_S", 0.001)
+        patch.setattr(opened.journal, "_write", no_room)
+        opened.offer(b"two")
+        while tries < 10:
+            os.sched_yield()
+    opened.write(b"three")
+    opened.journal.close()
+    assert payloads_in(directory) == [b"one", b"two", b"three"]
+    assert len(segments_in(directory)) == 2
+    assert opened.journal.health.segments == 2
+
+
+def test_positions_longer_than_a_segment_do_not_make_one_of_each_entry(directory: Path) -> None:
+    positions = [Carried(identity(0, f"life-{number}"), 1) for number in range(100)]
+    opened = Opened(directory, segment_bytes=1000, carried=positions)
+    opened.journal.start()
+    for _ in range(20):
+        opened.write(b"x" * 100)
+    opened.journal.close()
+    assert len(segments_in(directory)) == 3
+
+
+def test_an_error_of_our_own_on_its_thread_is_a_failure_that_shows(directory: Path) -> None:
+    """GIVEN a thread that dies THEN readiness tells, instead of nothing ever being acknowledged again."""
+    opened = Opened(directory)
+
+    def fails(tickets: Sequence[bytes]) -> None:
+        raise ZeroDivisionError
+
+    opened.journal._durable = fails
+    opened.journal.start()
+    opened.offer(b"one")
+    opened.journal._thread.join(30)
+    assert "ZeroDivisionError" in opened.journal.health.failure
+
+
+def test_a_directory_named_like_a_segment_is_none(directory: Path) -> None:
+    written(directory, b"one")
+    (directory / "0000000000000002.journal").mkdir()
+    written(directory, b"two")
+    assert payloads_in(directory) == [b"one", b"two"]

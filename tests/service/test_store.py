@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stagewatch.monitor.incidents import Incident, Link, Severity
-from stagewatch.monitor.store import EVENTS_KEPT, Query, Store, StoreError, Told
+from stagewatch.monitor.store import EVENTS_KEPT, PAGE_MAX, Query, Store, StoreError, Told
 
 
 def incident(
@@ -98,6 +98,19 @@ class TestFind:
         first = store.find(Query(limit=3))
         assert [found.number for found in first] == [7, 6, 5]
         assert [found.number for found in store.find(Query(limit=3, before=5))] == [4, 3, 2]
+
+    def test_the_largest_page_shows_that_there_is_more(self, store: Store) -> None:
+        """Whoever pages asks for one more than the page."""
+        store.apply([incident(number) for number in range(1, PAGE_MAX + 3)])
+        assert len(store.find(Query(limit=PAGE_MAX + 1))) == PAGE_MAX + 1
+        assert len(store.find(Query(limit=PAGE_MAX + 100))) == PAGE_MAX + 1
+
+    def test_an_incident_of_another_build_is_a_store_error(self, store: Store, path: Path) -> None:
+        store.apply([incident(1)])
+        with sqlite3.connect(path) as other:
+            other.execute("UPDATE incidents SET body = '{}'")
+        with pytest.raises(StoreError, match="incident 1 in the store cannot be read by this build"):
+            store.find(Query())
 
     @pytest.mark.parametrize(
         ("query", "numbers"),
