@@ -4,16 +4,17 @@ Names are OpenTelemetry's, with dots; Prometheus sees underscores, the unit and 
 a bounded set; no request id is ever one. Engines beyond the newest `ENGINES_MAX` are left out and counted.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector as PrometheusCollector
 
 from stagewatch.monitor.incidents import Incident, Severity
 from stagewatch.monitor.journal import Health
@@ -179,7 +180,6 @@ class Metrics:
             ],
             shutdown_on_exit=False,
         )
-        self._snapshot = snapshot
         meter = self._provider.get_meter("stagewatch")
         self._counters = {}
         self._histograms = {}
@@ -189,10 +189,9 @@ class Metrics:
                     self._counters[item.name] = meter.create_counter(item.name, item.unit, item.help)
                 case "histogram":
                     self._histograms[item.name] = meter.create_histogram(item.name, item.unit, item.help)
-                case "observed counter":
-                    meter.create_observable_counter(item.name, [self._observer(item)], item.unit, item.help)
-                case "observed gauge":
-                    meter.create_observable_gauge(item.name, [self._observer(item)], item.unit, item.help)
+                case _:
+                    pass  # read from the state at each scrape
+        self._registry.register(_Observed(snapshot))
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -218,16 +217,33 @@ class Metrics:
         """Stop the provider."""
         self._provider.shutdown()
 
-    def _observer(self, item: Instrument) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        observe = OBSERVERS[item.name]
 
-        def call(options: CallbackOptions) -> Iterable[Observation]:
-            return [
-                Observation(value, dict(zip(item.labels, labels, strict=True)))
-                for value, labels in observe(self._snapshot())
-            ]
+class _Observed(PrometheusCollector):
+    """The observed instruments, made anew at each scrape.
 
-        return call
+    Not OpenTelemetry's own: it keeps every label set it ever saw, and past 2000 of them, which are a few hundred
+    starts of an engine, takes no new one.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the state is not asked before the first scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """One family an instrument, all of one moment."""
+        now = self._snapshot()
+        for item in INSTRUMENTS:
+            observe = OBSERVERS.get(item.name)
+            if observe is None:
+                continue
+            family_type = CounterMetricFamily if item.kind == "observed counter" else GaugeMetricFamily
+            family = family_type(item.prometheus_name.removesuffix("_total"), item.help, labels=item.labels)
+            for value, labels in observe(now):
+                family.add_metric(labels, value)
+            yield family
 
 
 Observed = Iterable[tuple[float, tuple[str, ...]]]

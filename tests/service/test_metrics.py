@@ -68,6 +68,16 @@ def test_no_more_engines_than_allowed_become_labels_and_the_newest_stay() -> Non
     assert labels == {f"life-{number}" for number in range(5, ENGINES_MAX + 5)}
 
 
+def test_new_engines_appear_however_many_there_were_before() -> None:
+    """A collector lives for longer than its engines, and each start of one has labels of its own."""
+    engines: list[EngineState] = []
+    metrics = Metrics(lambda: Snapshot(engines, JOURNAL, 1, 0, 0, NOW_NS))
+    for number in range(0, 3000, 50):
+        engines[:] = [engine(number + more) for more in range(50)]
+        labels = {labels["engine"] for _, labels, _ in samples(metrics) if "engine" in labels}
+        assert labels == {f"life-{number + more}" for more in range(50)}
+
+
 def test_latency_is_measured_from_the_first_bad_step_and_not_for_notices() -> None:
     metrics = Metrics(lambda: Snapshot([], JOURNAL, 0, 0, 0, NOW_NS))
     metrics.incident(incident(severity=Severity.NOTICE))

@@ -108,7 +108,7 @@ class TestFind:
     def test_an_incident_of_another_build_is_a_store_error(self, store: Store, path: Path) -> None:
         store.apply([incident(1)])
         with sqlite3.connect(path) as other:
-            other.execute("UPDATE incidents SET body = '{}'")
+            other.execute("UPDATE incidents SET body = CAST('{}' AS BLOB)")
         with pytest.raises(StoreError, match="incident 1 in the store cannot be read by this build"):
             store.find(Query())
 
