@@ -21,6 +21,7 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.auth import Authenticator
 from stagewatch.monitor.clock import Clock
 from stagewatch.monitor.events import Hub
+from stagewatch.monitor.incidentlog import log_incidents
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
 from stagewatch.monitor.metrics import Metrics, Snapshot
@@ -274,6 +275,7 @@ class Collector:
                 self._unstored_wake.set()
         self._store_failure = ""
         self.hub.publish(events)
+        log_incidents(events)
         for event in events:
             if event.kind != "updated":
                 self.metrics.incident(event.incident)
