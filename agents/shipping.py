@@ -193,6 +193,10 @@ class Shipper:
             told = (
                 state if level < logging.WARNING else f"not connected: {state}; the rings keep what they can"
             )
+            if self._out_of_step > 2 and state.startswith(
+                ("connected", "out of step")
+            ):  # said, and back and forth
+                level = logging.DEBUG
             log.log(level, "collector %s: %s", self._destination.url, told)
 
 
