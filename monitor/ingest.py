@@ -30,6 +30,8 @@ IDLE_FORGET_NS: Final = 3600 * 10**9
 """A stream unheard of for so long makes room for a new one, if there are too many."""
 CONFLICT_RETRY_S: Final = 5.0
 """When a sidecar that another one keeps out may ask again; the other may be gone, and its connection not yet."""
+FRAME_OVERHEAD_BYTES: Final = 4096
+"""What the evidence of a frame takes beside its bytes, measured. A frame of one step is smaller than that."""
 BAD_FRAMES_MAX: Final = 3
 """Refused frames after which a connection is closed. Refused hellos do not count: the other ranks go on."""
 
@@ -326,7 +328,7 @@ class Intake:
 
     def _offer(self, kind: EntryKind, now_ns: int, message: bytes, taken: Taken) -> None:
         self.journal.offer(Entry(kind, now_ns, message), taken)
-        if self.journal.bytes_waiting > self._queue_bytes:
+        if self._memory_waiting() > self._queue_bytes:
             self._room.clear()
 
     def _settle(self, group: Sequence[Taken]) -> None:
@@ -336,9 +338,13 @@ class Intake:
                 stream.durable_seq = taken.next_seq
                 for session in stream.sessions:
                     session.ack((stream.identity.instance, stream.identity.rank), taken.next_seq)
-        if self.journal.bytes_waiting <= self._queue_bytes:
+        if self._memory_waiting() <= self._queue_bytes:
             self._room.set()
         self._durable(group)
+
+    def _memory_waiting(self) -> int:
+        """About what frames that wait for the disk take: themselves, their parts, and the arrays over those."""
+        return 2 * self.journal.bytes_waiting + FRAME_OVERHEAD_BYTES * self.journal.entries_waiting
 
     def _forget_idle(self, now_ns: int) -> bool:
         idle = [

@@ -123,6 +123,7 @@ class Journal(Generic[T]):
         self._condition = threading.Condition()
         self._waiting: deque[_Waiting[T]] = deque()
         self._waiting_bytes = 0
+        self._waiting_entries = 0
         self._closing = False
         self._failure = ""
         self._syncs = 0
@@ -169,12 +170,18 @@ class Journal(Generic[T]):
         with self._condition:
             self._waiting.append(_Waiting(entry, ticket))
             self._waiting_bytes += len(entry.payload)
+            self._waiting_entries += 1
             self._condition.notify()
 
     @property
     def bytes_waiting(self) -> int:
         """Bytes offered and not yet durable."""
         return self._waiting_bytes
+
+    @property
+    def entries_waiting(self) -> int:
+        """Entries offered and not yet durable."""
+        return self._waiting_entries
 
     @property
     def health(self) -> Health:
@@ -224,6 +231,7 @@ class Journal(Generic[T]):
             if group:
                 with self._condition:
                     self._waiting_bytes -= sum(len(waiting.entry.payload) for waiting in group)
+                    self._waiting_entries -= len(group)
                 self._durable([waiting.ticket for waiting in group])
 
     def _next_group(self) -> list[_Waiting[T]] | None:

@@ -20,7 +20,7 @@ class CollectorSettings:
     keep_bytes: int
     """Bytes of journal kept; the oldest segments beyond go."""
     queue_bytes: int
-    """Bytes of frames that may wait for the journal before sidecars are made to wait."""
+    """Bytes of memory that frames waiting for the journal may take before sidecars are made to wait."""
     ranks_max: int
     open_metrics: bool
     """Whether `/metrics` may be read without the token."""

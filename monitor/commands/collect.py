@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--queue-bytes",
         type=bounded(1 << 16, 1 << 36, int),
         default=256 << 20,
-        help="bytes of frames that may wait for the disk before sidecars are made to wait",
+        help="bytes of memory for frames that wait for the disk before sidecars are made to wait",
     )
     parser.add_argument(
         "--ranks-max",

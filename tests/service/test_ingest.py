@@ -265,6 +265,20 @@ def test_a_full_queue_makes_readers_wait_until_the_disk_has_caught_up(at_the_doo
     at_the_door(body, queue_bytes=1024)
 
 
+def test_small_frames_count_for_what_they_take(at_the_door: AtTheDoor) -> None:
+    async def body(door: Door) -> None:
+        door.take(hello())
+        await door.said()
+        messages = [batch_message(number, number + 1) for number in range(4)]
+        assert sum(map(len, messages)) < 16 * 1024
+        door.take(*messages)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(door.intake.room(), 0)
+        await door.intake.room()
+
+    at_the_door(body, queue_bytes=16 * 1024)
+
+
 def test_a_hello_is_journalled_once_however_often_it_is_said(at_the_door: AtTheDoor, tmp_path: Path) -> None:
     async def body(door: Door) -> None:
         for _ in range(3):
