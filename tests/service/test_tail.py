@@ -1,5 +1,6 @@
 """A tail over a real ring: everything once, in order, with what was overwritten counted."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -144,6 +145,14 @@ def test_the_identity_tells_the_key_apart_without_telling_it(followed: Followed)
     assert shown == key_fingerprint(KEY).value
     assert shown != key_fingerprint(bytes(16)).value
     assert KEY.hex() not in shown
+
+
+def test_the_identity_tells_whether_request_ids_are_pseudonyms(tmp_path: Path) -> None:
+    """Ranks of which only some hide them have other keys for the same request: that is no divergence."""
+    followed = Followed(tmp_path)
+    hiding = Tail(followed.ring.path, replace(PRIVACY, pseudonymise=True))
+    shown = [{f.name: f.value for f in tail.identity.config} for tail in (followed.tail, hiding)]
+    assert [config["request_ids"] for config in shown] == ["plain", "pseudonyms"]
 
 
 def test_a_file_that_is_no_ring_is_a_ring_error(tmp_path: Path) -> None:
