@@ -98,6 +98,9 @@ class Engine:
         state = self._ranks[index]
         if evidence.events is not None:
             state = self._events(state, evidence.events)
+        inputs = evidence.inputs
+        newest = int(inputs.step[-1]) if inputs is not None and len(inputs.step) else 0
+        newest = max(newest, state.last_step)
         if not self._comparable():
             evidence = self._set_aside(index, evidence)
         calls = self._aligner.push(index, evidence)
@@ -106,7 +109,7 @@ class Engine:
             self._moved_ns[index] = now_ns
         self._ranks[index] = replace(
             state,
-            last_step=self._aligner.lanes[index].newest,
+            last_step=newest,
             last_heard_ns=now_ns,
             margin_s=margin_s,
             lost_records=state.lost_records + evidence.lost,
@@ -157,7 +160,7 @@ class Engine:
         newest = max((lane.newest for lane in self._aligner.lanes), default=0)
         return Progress(
             group=self.group,
-            ranks=tuple(self._progress(index) for index in range(len(self.group.ranks))),
+            ranks=tuple(self._progress(index, newest) for index in range(len(self.group.ranks))),
             now_ns=now_ns,
             first_heard_ns=self._first_heard_ns,
             newest_requests=tuple(self._newcomers(newest)),
@@ -174,14 +177,14 @@ class Engine:
         """When any rank was last heard of."""
         return max((state.last_heard_ns for state in self._ranks.values()), default=0)
 
-    def silent(self, now_ns: int, after_ns: int) -> frozenset[int]:
-        """Indices of ranks not heard of for ``after_ns``, while another one was."""
+    def silent(self, after_ns: int) -> frozenset[int]:
+        """Indices of ranks not heard of for ``after_ns`` while another one was, or never since the first hello."""
         heard = {index: state.last_heard_ns for index, state in self._ranks.items()}
-        if not heard or max(heard.values()) < now_ns - after_ns:
-            return frozenset()
-        first = min(heard.values())
+        newest = max(heard.values(), default=0)
         return frozenset(
-            index for index in range(len(self.group.ranks)) if heard.get(index, first) < now_ns - after_ns
+            index
+            for index in range(len(self.group.ranks))
+            if newest - heard.get(index, self._first_heard_ns) > after_ns
         )
 
     def incidents(self) -> list[Incident]:
@@ -208,9 +211,8 @@ class Engine:
             late_rows=sum(lane.late_rows for lane in self._aligner.lanes),
         )
 
-    def _progress(self, index: int) -> RankProgress:
+    def _progress(self, index: int, newest: int) -> RankProgress:
         state, lane = self._ranks.get(index), self._aligner.lanes[index]
-        newest = max(each.newest for each in self._aligner.lanes)
         return RankProgress(
             index=index,
             identity=state.identity if state else None,

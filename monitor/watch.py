@@ -52,7 +52,7 @@ class Watch:
         """Judge what only the passing of time can tell: ranks missing or silent, stalls. Call about once a second."""
         changes: list[Change] = []
         for engine in self._engines.values():
-            absent = engine.silent(now_ns, self._silent_after_ns)
+            absent = engine.silent(self._silent_after_ns)
             if absent:
                 changes += engine.give_up(absent, now_ns)
             changes += engine.look(now_ns)

@@ -30,8 +30,8 @@ class RankSilent:
         heard = [rank for rank in progress.ranks if rank.identity is not None]
         newest = max((rank.heard_ns for rank in heard), default=0)
         for rank in heard:
-            silent_ns = progress.now_ns - rank.heard_ns
-            if silent_ns <= SILENT_NS or newest < progress.now_ns - SILENT_NS:
+            # Against the others, not against the clock: an engine's ranks do not end at the same instant.
+            if newest - rank.heard_ns <= SILENT_NS:
                 continue
             number = progress.group.number(rank.index)
             yield Finding(
