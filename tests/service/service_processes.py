@@ -27,6 +27,11 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"never came true: {what}")
 
 
+def interruptible() -> None:
+    """Undo what a shell does to those it starts in the background: they ignore SIGINT, and so would our processes."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Process:
     """One command in a process group of its own, its output in a file."""
 
@@ -40,6 +45,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**cleared, **environment},
+                preexec_fn=interruptible,
             )
 
     @property
