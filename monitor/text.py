@@ -39,13 +39,18 @@ def wrapped(text: str, style: Style, indent: str = "") -> str:
     )
 
 
+def printable(text: str) -> str:
+    """Text that may come from a client, so that it cannot steer the terminal: quoted if it tries to."""
+    return text if text.isprintable() else ascii(text)
+
+
 def incident_text(incident: Report, style: Style, *, names_engine: bool = False) -> str:
     """One incident: what, where, since when, who, the chain of cause, each rank's values, the remedy."""
     lines = [style.paint(incident.severity.upper(), incident.severity) + f" {incident.check}"]
     if names_engine:
         replica = f", replica {incident.dp}" if incident.dp else ""
         lines.append(wrapped(f"  engine {incident.instance}{replica}", style, "  "))
-    about = f"request {incident.request}" if incident.request else "the engine"
+    about = f"request {printable(incident.request)}" if incident.request else "the engine"
     good = f", last good step {incident.last_good_step}" if incident.last_good_step else ""
     lines.append(wrapped(f"  {about}, first bad step {incident.first_bad_step}{good}", style, "  "))
     if incident.blamed:
@@ -55,7 +60,7 @@ def incident_text(incident: Report, style: Style, *, names_engine: bool = False)
             wrapped(f"  {_ranks(incident.ranks)} disagree; the evidence blames none of them", style, "  ")
         )
     for link in incident.chain:
-        lines.append(wrapped(f"  step {link.step:<6} {link.text}", style, " " * 14))
+        lines.append(wrapped(f"  step {link.step:<6} {printable(link.text)}", style, " " * 14))
     lines += _values(incident, style)
     lines.append(wrapped(f"  {incident.remedy}", style, "  "))
     return "\n".join(lines)

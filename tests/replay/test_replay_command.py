@@ -119,6 +119,16 @@ class TestRecordedTraces:
 
 
 class TestAlteredTraces:
+    def test_a_request_id_cannot_steer_the_terminal(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        for path in copied("old-mask-pp2-eagle7", tmp_path):
+            path.write_text(path.read_text().replace("1-b83a22bb", "1-\\u001b[2J\\nall is well"))
+        lines = replay(tmp_path).out.splitlines()
+        assert "all is well" not in lines
+        assert not any("\x1b" in line for line in lines)
+        assert any("'1-\\x1b[2J\\nall is well'" in line for line in lines)
+
     def test_a_payload_altered_in_flight_is_blamed_on_the_receiver(
         self, replay: Callable[..., Outcome], tmp_path: Path
     ) -> None:
