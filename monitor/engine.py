@@ -209,6 +209,7 @@ class Engine:
             rows_repeated=self._statistics.repeated,
             rows_sampled=self._statistics.sampled,
             late_rows=sum(lane.late_rows for lane in self._aligner.lanes),
+            late_records=sum(lane.late_records for lane in self._aligner.lanes),
         )
 
     def _progress(self, index: int, newest: int) -> RankProgress:

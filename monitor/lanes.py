@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.evidence import I64, EventBlock, Evidence, InputsBlock, join, slice_steps
+from stagewatch.agents.evidence import I64, EventBlock, Evidence, join, slice_steps
 from stagewatch.agents.record import U64, Kind
 from stagewatch.monitor.calls import NO_CALLS, Calls, Names, join_calls
 
@@ -214,11 +214,6 @@ class Lane:
     def reached(self, kind: BlockKind) -> int:
         """Newest step that arrived of a kind; 0 if none did."""
         return self._newest_of[kind]
-
-    def newest_inputs(self) -> InputsBlock | None:
-        """The newest inputs that wait; None if none do."""
-        blocks = self._pending["inputs"]
-        return blocks[-1] if blocks else None
 
     def take(self, kind: BlockKind, upto: int) -> Any | None:
         """Remove and return the records of a kind up to a step, as one block; None if there are none."""

@@ -57,3 +57,5 @@ class EngineState:
     """Sampled rows that repeat, token for token, what their request's last step yielded. A symptom, no verdict."""
     late_rows: int = 0
     """Rows that came twice, or after their step had its verdict; they were left out."""
+    late_records: int = 0
+    """Payloads and masks of which the same is true, and calls given up."""

@@ -43,7 +43,6 @@ class Driver:
         self._processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         self._farewells: list[Farewell] = []
-        self._stopping = False
 
     def run(self) -> Ended:
         """Fork, drive, and join the ranks; emit every event but the last, which is returned."""

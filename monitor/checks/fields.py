@@ -1,8 +1,9 @@
 """What the checks of one field have in common: compare, look back, blame, put into words."""
 
 from collections.abc import Sequence
+from typing import Final
 
-from stagewatch.agents.evidence import InputsBlock
+from stagewatch.agents.evidence import InputsBlock, PayloadBlock
 from stagewatch.monitor.blame import blame
 from stagewatch.monitor.checks.base import Finding, Phase
 from stagewatch.monitor.history import History, Seen, SentRow
@@ -77,11 +78,25 @@ def difference(
     )
 
 
+PAYLOAD_FIELDS: Final = (
+    ("num_sampled", "num_sampled"),
+    ("num_rejected", "num_rejected"),
+    ("sampled_token_ids", "tokens_digest"),
+    ("draft_tokens", "draft_digest"),
+)
+"""What a payload carries for a row: (name for people, column)."""
+
 _RAW = {"ids_digest": "ids", "last_digest": "last", "draft_digest": "drafts"}
 
 
 def shown(block: InputsBlock, row: int, column: str) -> str:
     """A value for people: raw tokens where the operator opted in, else a digest in hex or a count."""
     if column in _RAW:
-        return raw_tokens(block, row, _RAW[column]) or f"{int(getattr(block, column)[row]):016x}"
-    return str(int(getattr(block, column)[row]))
+        return raw_tokens(block, row, _RAW[column]) or digest_or_count(block, row, column)
+    return digest_or_count(block, row, column)
+
+
+def digest_or_count(block: InputsBlock | PayloadBlock, row: int, column: str) -> str:
+    """A column's value for people, which tells no token: a digest in hex, or a count."""
+    value = int(getattr(block, column)[row])
+    return f"{value:016x}" if column.endswith("digest") else str(value)

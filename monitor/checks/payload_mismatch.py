@@ -2,23 +2,17 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, PayloadBlock, join, slice_steps
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
+from stagewatch.monitor.checks.fields import PAYLOAD_FIELDS, digest_or_count
 from stagewatch.monitor.history import STEPS_KEPT, History
 from stagewatch.monitor.incidents import Severity, Value
 from stagewatch.monitor.windows import Group, life_of
-
-FIELDS: Final = (
-    ("num_sampled", "num_sampled"),
-    ("num_rejected", "num_rejected"),
-    ("sampled_token_ids", "tokens_digest"),
-    ("draft_tokens", "draft_digest"),
-)
 
 
 class PayloadMismatch:
@@ -93,7 +87,9 @@ class PayloadMismatch:
         before, after = _same_rows(before, after)
         if not len(after.request):
             return
-        unequal = {name: (getattr(before, column) != getattr(after, column)) for name, column in FIELDS}
+        unequal = {
+            name: (getattr(before, column) != getattr(after, column)) for name, column in PAYLOAD_FIELDS
+        }
         relayed = np.repeat((before.drafts > 0) & (before.drafts == after.drafts), after.rows)
         unequal["draft_tokens"] &= relayed
         bad = np.logical_or.reduce([*unequal.values()]) & (before.applied != 0) & (after.applied != 0)
@@ -102,7 +98,7 @@ class PayloadMismatch:
         ends = np.cumsum(after.rows)
         for row in np.flatnonzero(bad):
             at = int(np.searchsorted(ends, row, side="right"))
-            names = tuple(name for name, _ in FIELDS if unequal[name][row])
+            names = tuple(name for name, _ in PAYLOAD_FIELDS if unequal[name][row])
             rank, request, step = group.number(index), int(after.request[row]), int(after.step[at])
             life = history.life(request, step)
             yield Finding(
@@ -120,8 +116,8 @@ class PayloadMismatch:
                 blamed=(rank,),
                 fields=names,
                 values=tuple(
-                    Value(rank, f"{name} {when}", _shown(block, int(row), column))
-                    for name, column in FIELDS
+                    Value(rank, f"{name} {when}", digest_or_count(block, int(row), column))
+                    for name, column in PAYLOAD_FIELDS
                     if name in names
                     for when, block in ((was, before), (now, after))
                 ),
@@ -150,8 +146,3 @@ def _pick(block: PayloadBlock, places: NDArray[np.integer] | I64) -> PayloadBloc
     if places[-1] - places[0] + 1 == len(places):
         return slice_steps(block, int(places[0]), int(places[-1]) + 1)
     return join([slice_steps(block, int(place), int(place) + 1) for place in places])
-
-
-def _shown(block: PayloadBlock, row: int, column: str) -> str:
-    value = int(getattr(block, column)[row])
-    return f"{value:016x}" if column.endswith("digest") else str(value)

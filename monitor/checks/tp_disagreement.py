@@ -7,16 +7,10 @@ import numpy as np
 
 from stagewatch.monitor.blame import blame
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
+from stagewatch.monitor.checks.fields import PAYLOAD_FIELDS, digest_or_count
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
 from stagewatch.monitor.windows import Group, life_of
-
-_FIELDS = (
-    ("num_sampled", "num_sampled"),
-    ("num_rejected", "num_rejected"),
-    ("sampled_token_ids", "tokens_digest"),
-    ("draft_tokens", "draft_digest"),
-)
 
 
 class TpDisagreement:
@@ -37,13 +31,17 @@ class TpDisagreement:
         window = chunk.sent
         if window is None or len(window.blocks) < 2:
             return
-        unequal = {name: found for name, column in _FIELDS if (found := window.differing(column)) is not None}
+        unequal = {
+            name: found for name, column in PAYLOAD_FIELDS if (found := window.differing(column)) is not None
+        }
         if not unequal:
             return
         used = np.logical_or.reduce([block.applied != 0 for block in window.blocks])
         for row in np.flatnonzero(np.logical_or.reduce([*unequal.values()]) & used).tolist():
             at, in_step = window.locate(row)
-            fields = [(name, column) for name, column in _FIELDS if name in unequal and unequal[name][row]]
+            fields = [
+                (name, column) for name, column in PAYLOAD_FIELDS if name in unequal and unequal[name][row]
+            ]
             values = window.values(fields[0][1], row)
             blamed = blame(group, window.indices, [int(v) for v in values], expected=None, sampled=False)
             block = window.blocks[-1]
@@ -61,14 +59,10 @@ class TpDisagreement:
                 blamed=blamed,
                 fields=tuple(name for name, _ in fields),
                 values=tuple(
-                    Value(group.number(index), name, _shown(each.__getattribute__(column)[row], column))
+                    Value(group.number(index), name, digest_or_count(each, row, column))
                     for name, column in fields
                     for index, each in zip(window.indices, window.blocks, strict=True)
                 ),
                 t_ns=min(int(each.t_ns[at]) for each in window.blocks),
                 absolves=True,
             )
-
-
-def _shown(value: np.integer, column: str) -> str:
-    return f"{int(value):016x}" if column.endswith("digest") else str(int(value))

@@ -91,6 +91,7 @@ def test_records_handed_over_twice_count_once() -> None:
     assert found(watch) == []
     assert verdicts(watch) == {CONSISTENT: run.sim.request_steps}
     assert sum(state.late_rows for state in watch.states()) > 0
+    assert sum(state.late_records for state in watch.states()) > 0
 
 
 def test_an_engine_restarted_on_the_same_host_is_another_engine() -> None:
