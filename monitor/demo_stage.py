@@ -13,6 +13,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -31,9 +33,13 @@ class DemoError(StagewatchError):
 
 
 class DemoStage:
-    """Starts collector and sidecar in a directory of its own; ends and removes everything on exit."""
+    """Starts collector and sidecar in a directory of its own; ends and removes everything on exit.
 
-    def __init__(self) -> None:
+    ``held`` keeps signals from ending us between a process's start and the note of it.
+    """
+
+    def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._held = held
         self.directory: Final = Path(tempfile.mkdtemp(prefix="stagewatch-demo-"))
         """Data directory and logs; gone when the demo ends, so what a log says must be told before."""
         shm = Path("/dev/shm")  # noqa: S108  # where rings belong: memory, shared between processes
@@ -47,16 +53,16 @@ class DemoStage:
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            self.start()
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self.stop()
 
     def engine(self, instance: str) -> dict[str, Any]:
         """What the collector knows of an engine; empty before it has heard of it."""
@@ -83,7 +89,8 @@ class DemoStage:
         """Every incident of an engine, newest first."""
         return list(self._get(f"/v1/incidents?instance={instance}&limit=500")["incidents"])
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes and wait until the collector is ready. Raises DemoError if one does not start."""
         data = self.directory / "data"
         collector = self._run("collect", "monitor", "--port", "0", "--data-dir", str(data))
         url = self._ready_url(collector)
@@ -99,7 +106,7 @@ class DemoStage:
 
     def _run(self, command: str, package: str, *options: str) -> subprocess.Popen[bytes]:
         quiet = {name: value for name, value in os.environ.items() if not name.startswith("STAGEWATCH_")}
-        with self._log(command).open("wb") as log:
+        with self._held(), self._log(command).open("wb") as log:
             process = subprocess.Popen(  # noqa: S603  # our own commands, with our own options
                 [sys.executable, "-m", f"stagewatch.{package}", command, *options],
                 stdout=log,
@@ -107,7 +114,7 @@ class DemoStage:
                 start_new_session=True,
                 env=quiet,
             )
-        self._processes.append(process)
+            self._processes.append(process)
         return process
 
     def _last_words(self, command: str) -> str:
@@ -152,7 +159,8 @@ class DemoStage:
                 if line.startswith(b"data:"):
                     self.told.put(msgspec.json.decode(line[5:], type=Told))
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End every process, and remove every file."""
         for process in reversed(self._processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

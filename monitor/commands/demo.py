@@ -3,14 +3,13 @@
 import argparse
 import importlib.util
 import queue
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Final, NoReturn
+from contextlib import ExitStack
+from typing import Final
 
 import msgspec
 
@@ -23,6 +22,7 @@ from stagewatch.agents.settings import ProbeSettings
 from stagewatch.monitor.demo_stage import DemoError, DemoStage
 from stagewatch.monitor.store import Shown, Told
 from stagewatch.monitor.text import Style, wrapped
+from stagewatch.monitor.unwinding import Unwinding
 
 HELP: Final = "watch a real two-stage pipeline desynchronise and be caught"
 EPILOG: Final = "Exit status: 0 if the fault was caught and the sound run was silent, else 1."
@@ -53,21 +53,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; return its exit status."""
     if importlib.util.find_spec("torch") is None:
         raise StagewatchError("demo runs a real pipeline and needs torch: pip install 'stagewatch[lab]'")
-    demo = Demo(args.seed, args.step_ms, Style.for_stream(sys.stdout))
-    _end_as_told()
-    with DemoStage() as stage:
+    unwinding = Unwinding()
+    demo = Demo(args.seed, args.step_ms, Style.for_stream(sys.stdout), unwinding)
+    with ExitStack() as everything:
+        with unwinding.held():
+            stage = DemoStage(unwinding.held)
+            everything.callback(stage.stop)
+        stage.start()
         return demo.play(stage)
-
-
-def _end_as_told() -> None:
-    """From now on a signal to end unwinds like Ctrl-C, so that no process and no file stays behind."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
-            signal.signal(number, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +76,8 @@ class Caught:
 class Demo:
     """Two runs of the same requests: one sound, one with the founding fault."""
 
-    def __init__(self, seed: int, step_ms: float, style: Style) -> None:
+    def __init__(self, seed: int, step_ms: float, style: Style, unwinding: Unwinding) -> None:
+        self._unwinding = unwinding
         self._seed = seed
         self._step_ms = step_ms
         self._style = style
@@ -116,8 +110,7 @@ class Demo:
 
     def _sound(self, stage: DemoStage) -> tuple[LabResult, bool]:
         config = self._config(stage, None)
-        with start_lab(config) as lab:
-            result = self._watch(lab, stage, config)
+        result = self._lab(stage, config)
         state = stage.wait_for(config.instance, result.steps)
         rows = int(state["verdicts"].get("CONSISTENT", 0))
         incidents = stage.incidents(config.instance)
@@ -130,8 +123,7 @@ class Demo:
 
     def _faulty(self, stage: DemoStage, sound: LabResult) -> Caught:
         config = self._config(stage, Plan("old-mask"))
-        with start_lab(config) as lab:
-            result = self._watch(lab, stage, config)
+        result = self._lab(stage, config)
         stage.wait_for(config.instance, result.steps)
         self._tell(stage, config)
         critical = {
@@ -150,6 +142,12 @@ class Demo:
             print(wrapped(f"    sound    {self._ending(sound, request)}", self._style, " " * 13))
             print(wrapped(f"    faulty   {self._ending(result, request)}", self._style, " " * 13))
         return Caught(critical, changed)
+
+    def _lab(self, stage: DemoStage, config: LabConfig) -> LabResult:
+        with ExitStack() as running:
+            with self._unwinding.held():
+                lab = running.enter_context(start_lab(config))
+            return self._watch(lab, stage, config)
 
     def _watch(self, lab: Lab, stage: DemoStage, config: LabConfig) -> LabResult:
         """Tell what the collector says while the lab runs."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,27 @@ from service_processes import BIN, wait_until
 
 from stagewatch.monitor.commands.demo import went_critical
 from stagewatch.monitor.demo_stage import DemoError, DemoStage
+
+
+TOLD_TO_END_BY_ITS_OWN_START = """
+import os, signal, subprocess, sys, tempfile
+from stagewatch.monitor.cli import main
+
+start, make = subprocess.Popen.__init__, tempfile.mkdtemp
+
+def start_and_be_told(self, arguments, **options):
+    start(self, arguments, **options)
+    if sys.argv[1] in arguments:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def make_and_tell(*arguments, **options):
+    print(made := make(*arguments, **options), file=sys.stderr)
+    return made
+
+subprocess.Popen.__init__, tempfile.mkdtemp = start_and_be_told, make_and_tell
+sys.exit(main(["demo"]))
+"""
+"""The last directory it makes, the rings', is the last line it prints."""
 
 
 def processes_with(variable: str) -> Iterator[tuple[int, list[str]]]:
@@ -51,6 +73,23 @@ class TestEnding:
         assert not rings.exists()
         assert list((tmp_path / "temporary").iterdir()) == []
         assert "Traceback" not in demo.output
+
+    @pytest.mark.parametrize("started", ["collect", "ship", "stagewatch.agents.lab.driver"])
+    def test_a_signal_that_comes_just_after_a_process_was_started_ends_that_one_too(
+        self, stage: Stage, tmp_path: Path, started: str
+    ) -> None:
+        # GIVEN a demo that is told to end before it has noted the process it has just started
+        (tmp_path / "temporary").mkdir()
+        mark = f"TMPDIR={tmp_path / 'temporary'}"
+        script = tmp_path / "demo.py"
+        script.write_text(TOLD_TO_END_BY_ITS_OWN_START)
+        # WHEN
+        demo = stage.process(sys.executable, script, started, TMPDIR=mark.partition("=")[2])
+        # THEN
+        assert demo.status() == 128 + signal.SIGTERM
+        assert list(processes_with(mark)) == []
+        assert list((tmp_path / "temporary").iterdir()) == []
+        assert not Path(demo.output.strip().splitlines()[-1]).exists()
 
     def test_a_part_that_cannot_start_is_told_by_its_own_words(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
