@@ -1,4 +1,4 @@
-"""Ending by a signal without leaving anything behind: it unwinds like an exception, but never half-way through a start."""
+"""Ending by a signal and leaving nothing behind: it unwinds like an exception, but not half-way through a start."""
 
 import contextlib
 import signal

@@ -7,8 +7,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec

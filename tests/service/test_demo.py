@@ -14,7 +14,6 @@ from service_processes import BIN, wait_until
 from stagewatch.monitor.commands.demo import went_critical
 from stagewatch.monitor.demo_stage import DemoError, DemoStage
 
-
 TOLD_TO_END_BY_ITS_OWN_START = """
 import os, signal, subprocess, sys, tempfile
 from stagewatch.monitor.cli import main
