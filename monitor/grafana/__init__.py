@@ -1,0 +1,1 @@
+"""Grafana over its HTTP API: what `stagewatch grafana` applies and removes."""
