@@ -1,0 +1,1 @@
+"""What was recorded in formats that other tools read: Parquet, Perfetto, HTML."""
