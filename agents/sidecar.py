@@ -15,6 +15,7 @@ from typing import Final
 from stagewatch.agents.credentials import key_fingerprint, key_of_directory
 from stagewatch.agents.digest import Digester
 from stagewatch.agents.errors import RingError
+from stagewatch.agents.health import Pulse
 from stagewatch.agents.ring import check_directory
 from stagewatch.agents.shipping import Destination, Shipper, TailKey
 from stagewatch.agents.tail import Privacy, Tail
@@ -44,6 +45,8 @@ class SidecarSettings:
     """Bytes of unacknowledged frames held in memory, all ranks together."""
     drain_s: float
     """Seconds that an orderly end may wait for acknowledgements."""
+    health_file: Path | None = None
+    """The file that shows the sidecar to be alive; see `stagewatch.agents.health`."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Sidecar:
         self._gone: dict[TailKey, float] = {}
         self._privacy: Privacy | None = None
         self._waiting_said = False
+        self._pulse = Pulse(settings.health_file)
 
     @property
     def rings_refused(self) -> int:
@@ -99,6 +103,7 @@ class Sidecar:
     async def _scan_forever(self) -> None:
         while True:
             self.scan()
+            self._pulse.beat()
             await asyncio.sleep(SCAN_S)
 
     def scan(self) -> None:

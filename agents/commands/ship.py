@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         help="seconds to wait for acknowledgements when told to end",
     )
+    parser.add_argument(
+        "--health-file",
+        type=Path,
+        help="file to touch at every look for rings, for `stagewatch-agent health` to judge by",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +96,7 @@ def settings_of(args: argparse.Namespace) -> SidecarSettings:
         pseudonymise=args.pseudonymise,
         held_bytes=args.held_bytes,
         drain_s=args.drain_s,
+        health_file=args.health_file,
     )
 
 
