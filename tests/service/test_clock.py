@@ -1,7 +1,7 @@
 """The collector's clock, and when it tells the watch that time has passed."""
 
 from stagewatch.monitor.clock import Clock
-from stagewatch.monitor.collector import PAUSE_S, START_GRACE_S, Ticks
+from stagewatch.monitor.ticks import PAUSE_S, START_GRACE_S, Ticks
 
 S = 10**9
 HOUR = 3600 * S
