@@ -30,6 +30,8 @@ from stagewatch.monitor.windows import Group, InputsWindow, lives_of
 
 REQUEST_IDS_MAX: Final = 200_000
 """Request ids remembered per group; an id is needed as long as its request runs."""
+REQUEST_IDS_AT_REST: Final = 1024
+"""The same once nobody was heard of for long: as many as may still run should it come back."""
 
 NEWCOMERS_MAX: Final = 16
 """Requests named as those that joined the batch before a stall."""
@@ -64,6 +66,8 @@ class Engine:
         self._statistics = Statistics()
         self._liveness_checks: list[LivenessCheck] = [check() for check in registry.LIVENESS_CHECKS]
         self._first_heard_ns = 0
+        self._rested_ns = 0
+        """When it was last heard of before its evidence was let go."""
         self._wedged = ""
         self._armed = False
         """Whether the checks that run once all ranks were heard of have run."""
@@ -133,6 +137,22 @@ class Engine:
     def give_up(self, absent: frozenset[int], now_ns: int) -> list[Change]:
         """Stop waiting for some ranks: what the others have recorded becomes INDETERMINATE."""
         return self._judge(self._aligner.advance(absent=absent), now_ns)
+
+    def rest(self, after_ns: int, now_ns: int) -> list[Change]:
+        """Judge what is left and let go of the evidence, once nobody was heard of for ``after_ns``.
+
+        A node whose engine restarts for ever would cost memory for ever. Incidents, verdicts and ranks stay; should
+        the engine be heard of again, what comes then is only compared with what comes then.
+        """
+        if self._rested_ns == self.heard_ns or now_ns - self.heard_ns <= after_ns:
+            return []
+        self._rested_ns = self.heard_ns
+        changes = self.finish(now_ns)
+        self._compared_to = max(self._compared_to, self._aligner.judged)
+        self._begin_comparison()
+        while len(self._request_ids) > REQUEST_IDS_AT_REST:
+            self._request_ids.popitem(last=False)
+        return changes
 
     def look(self, now_ns: int) -> list[Change]:
         """Judge what only the passing of time can tell."""

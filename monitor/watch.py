@@ -15,6 +15,8 @@ from stagewatch.monitor.windows import Group
 
 SILENT_AFTER_S: Final = 30.0
 """A rank not heard of for so long, while others are, is no longer waited for."""
+REST_AFTER_NS: Final = 600 * 10**9
+"""An engine not heard of for so long has ended, or its rings were overrun long ago: its evidence is let go."""
 ENGINES_MAX: Final = 1024
 """Groups of ranks watched; every restart of an engine is a new one. Past it the longest silent is forgotten."""
 
@@ -56,6 +58,7 @@ class Watch:
             if absent:
                 changes += engine.give_up(absent, now_ns)
             changes += engine.look(now_ns)
+            changes += engine.rest(REST_AFTER_NS, now_ns)
         for replicas in self._replicas():
             owing = dict(across_replicas([engine.progress(now_ns) for engine in replicas]))
             why = next((finding.text for finding in owing.values()), "")
