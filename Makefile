@@ -69,5 +69,8 @@ bench: setup ## probe, collector and fault-to-alert figures, each beside a refer
 soak: setup ## ten million request-steps with every legitimate event: no incident
 	$(BIN)/python tests/checks/soak.py --request-steps 10000000
 
+soak-memory: setup ## half an hour of 50 000 rows a second: the collector's memory stays flat (docs/durability.md)
+	$(BIN)/python tests/chaos/soak_memory.py --json docs/soak-memory.json --svg docs/img/soak-memory.svg
+
 clean: ## remove what the targets above made
 	rm -rf $(VENV) .venv-vllm* build *.egg-info .mypy_cache .ruff_cache .pytest_cache
