@@ -241,3 +241,5 @@ class Evidence:
     received: PayloadBlock | None
     consumed: PayloadBlock | None
     events: EventBlock | None
+    left_out: int = 0
+    """Of the lost records, those that the sidecar had: the collector refused them, or no frame could hold them."""

@@ -71,6 +71,8 @@ class Health(msgspec.Struct, frozen=True):
     """Steps recorded since the last heartbeat, the divisor of `probe_ns`."""
     probe_p99_ns: int
     """99th percentile over recent steps of the nanoseconds the probe took of one step."""
+    ended: bool = False
+    """True in the last heartbeat of an engine that leaves of its own accord."""
 
 
 def guarded(
@@ -228,10 +230,13 @@ class Probe:
 
     def close(self) -> None:
         """The engine is leaving of its own accord: say so in the ring. Never raises."""
-        self.heartbeat()
-        with self._lock, contextlib.suppress(Exception):
+        with self._lock:
+            if self.armed:
+                with contextlib.suppress(Exception):
+                    self._beat(ended=True)
             self.armed = False
-            self._ring.close()
+            with contextlib.suppress(Exception):
+                self._ring.close()
 
     def _store(self, kind: Kind, body: Body, step: int | None = None) -> None:
         with self._lock:
@@ -246,11 +251,11 @@ class Probe:
         if self._budget.exceeded is not None:
             self.disarm(self._budget.exceeded)
 
-    def _beat(self) -> None:
+    def _beat(self, *, ended: bool = False) -> None:
         """Append a heartbeat; the lock is held."""
         self._next_heartbeat_ns = time.monotonic_ns() + self._heartbeat_ns
         ns, steps, p99 = self._budget.since_last()
-        health = Health(self.armed, self._reason, self.step, self._drops, ns, steps, p99)
+        health = Health(self.armed, self._reason, self.step, self._drops, ns, steps, p99, ended)
         body = Heartbeat(msgspec.json.encode(health).decode())
         self._ring.append(Kind.HEARTBEAT, self.step, time.time_ns(), body)
 

@@ -80,11 +80,19 @@ class Correlator:
             return False
         return bool(found.incident.request) or key in found.harmed or len(found.harmed) >= HARMED_TOLD_MAX
 
-    def touch(self, request: int, life: int, step: int) -> None:
-        """A critical request is still bad at ``step``."""
+    def touch(self, request: int, life: int, step: int) -> Incident | None:
+        """A critical request is still bad at ``step``; return its incident."""
         found = self._find((request, life))
-        if found is not None and found.critical_step and step > found.incident.last_bad_step:
+        if found is None or not found.critical_step:
+            return None
+        if step > found.incident.last_bad_step:
             found.incident = msgspec.structs.replace(found.incident, last_bad_step=step)
+        return found.incident
+
+    def incident_of(self, finding: Finding) -> Incident | None:
+        """The incident that a finding opened, joined or repeats; None where only a flood's shared one counts it."""
+        found = self._find((finding.request, finding.life) if finding.request else (0, finding.check))
+        return None if found is None else found.incident
 
     def add(self, finding: Finding, context: Context) -> tuple[ChangeKind, Incident] | None:
         """Take a finding; return (kind of change, incident), or None where it only repeats what is known."""

@@ -26,6 +26,7 @@ from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.states import Change, EngineState, RankState
 from stagewatch.monitor.statistics import Statistics
+from stagewatch.monitor.troubles import Troubles
 from stagewatch.monitor.windows import Group, InputsWindow, lives_of
 
 REQUEST_IDS_MAX: Final = 200_000
@@ -63,7 +64,8 @@ class Engine:
         """Request key -> (id, ordinal of the last step before it was given a slot)."""
         self._ranks: dict[int, RankState] = {}
         self._moved_ns: dict[int, int] = {}
-        self._statistics = Statistics()
+        self._statistics = Statistics(group)
+        self._troubles = Troubles(group)
         self._liveness_checks: list[LivenessCheck] = [check() for check in registry.LIVENESS_CHECKS]
         self._first_heard_ns = 0
         self._rested_ns = 0
@@ -117,6 +119,7 @@ class Engine:
             last_heard_ns=now_ns,
             margin_s=margin_s,
             lost_records=state.lost_records + evidence.lost,
+            left_out_records=state.left_out_records + evidence.left_out,
         )
         return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
 
@@ -218,7 +221,7 @@ class Engine:
             deployment=self.group.deployment,
             instance=self.group.instance,
             dp=self.group.dp,
-            ranks=tuple(self._ranks[index] for index in sorted(self._ranks)),
+            ranks=tuple(self._rank_state(index) for index in sorted(self._ranks)),
             missing=tuple(rank for index, rank in enumerate(ranks) if index not in self._ranks),
             compared_to=max(self._compared_to, self._aligner.judged),
             verdicts=dict(self.verdicts),
@@ -230,7 +233,19 @@ class Engine:
             rows_sampled=self._statistics.sampled,
             late_rows=sum(lane.late_rows for lane in self._aligner.lanes),
             late_records=sum(lane.late_records for lane in self._aligner.lanes),
+            rows_excluded=self._statistics.excluded,
+            rows_harmed=self._statistics.harmed,
+            broadcast_bytes=self._statistics.broadcast.size_bytes,
+            broadcast_steps=self._statistics.broadcast.steps,
+            broadcast_rows=self._statistics.broadcast.rows,
+            broadcast_rows_fixed=self._statistics.broadcast.rows_fixed,
+            troubles=self._troubles.known(),
+            heard_ns=self.heard_ns,
         )
+
+    def _rank_state(self, index: int) -> RankState:
+        lane = self._aligner.lanes[index]
+        return replace(self._ranks[index], late_rows=lane.late_rows, late_records=lane.late_records)
 
     def _progress(self, index: int, newest: int) -> RankProgress:
         state, lane = self._ranks.get(index), self._aligner.lanes[index]
@@ -259,10 +274,19 @@ class Engine:
         beats = np.flatnonzero(events.kind == Kind.HEARTBEAT)
         if len(beats):
             try:
-                health = msgspec.json.decode(events.text[beats[-1]], type=Health)
+                told = [msgspec.json.decode(events.text[beat], type=Health) for beat in beats]
             except msgspec.MsgspecError:
                 return replace(state, reason="its heartbeat cannot be read")
-            state = replace(state, armed=health.armed, reason=health.reason)
+            state = replace(
+                state,
+                armed=told[-1].armed,
+                reason=told[-1].reason,
+                probe_drops=told[-1].drops,
+                probe_ns=state.probe_ns + sum(health.probe_ns for health in told),
+                probe_steps=state.probe_steps + sum(health.busy_steps for health in told),
+                probe_p99_ns=told[-1].probe_p99_ns,
+                ended=told[-1].ended,
+            )
         return state
 
     def _judge(self, aligned: Aligned | None, now_ns: int) -> list[Change]:
@@ -272,12 +296,12 @@ class Engine:
         self.verdicts.update(aligned.indeterminate)
         self.steps += len(chunk.unaligned) + (0 if chunk.inputs is None else len(chunk.inputs.steps))
         self._history.remember(chunk.inputs, chunk.sent)
-        self._statistics.add(chunk.sent, self._history.links)
+        self._statistics.add(chunk, self._history)
         diverged = self._compare_rows(chunk.inputs)
         findings = [*self._explain(chunk.inputs, diverged), *self._examine(chunk)]
         findings.sort(key=lambda f: (f.step, f.phase, registry.ORDER[f.check], f.row))
         changes = self._tell(findings, now_ns)
-        self._touch(chunk.inputs, diverged)
+        self._touch(chunk.inputs, diverged, now_ns)
         self._history.forget()
         return changes
 
@@ -291,6 +315,7 @@ class Engine:
                 now_ns,
             )
             changed = self._correlator.add(finding, context)
+            self._troubles.note(self._correlator.incident_of(finding), now_ns)
             if changed is None:
                 continue
             kind, incident = changed
@@ -329,12 +354,15 @@ class Engine:
                 if rows[row]:
                     yield check.explain(window, row, self._history)
 
-    def _touch(self, window: InputsWindow | None, objections: list[tuple[RowCheck, Rows]]) -> None:
+    def _touch(
+        self, window: InputsWindow | None, objections: list[tuple[RowCheck, Rows]], now_ns: int
+    ) -> None:
         if window is None or not objections:
             return
         newest = {key: step for key, step, _ in _diverged(window, objections)}
         for key, step in newest.items():
-            self._correlator.touch(*key, step)
+            self._troubles.note(self._correlator.touch(*key, step), now_ns)
+        self._statistics.diverged(newest)
 
     def _name(self, request: int) -> str:
         if not request:

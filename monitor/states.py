@@ -28,7 +28,41 @@ class RankState:
     last_step: int
     last_heard_ns: int
     margin_s: float
+    """Time until the ring's writer overtakes the sidecar; negative if unknown."""
     lost_records: int
+    """Records that never came: overwritten or damaged in the ring, or left out by the sidecar."""
+    left_out_records: int = 0
+    """Of the lost ones, those that the sidecar had: the collector refused them, or no frame could hold them."""
+    late_rows: int = 0
+    """Rows that came twice, or after their step had its verdict."""
+    late_records: int = 0
+    """Payloads and masks of which the same is true, and calls given up."""
+    probe_drops: int = 0
+    """Records that the probe had to give up, as its last heartbeat says."""
+    probe_ns: int = 0
+    """Host time spent in the probe and its hooks, as far as heartbeats came; divide by `probe_steps`."""
+    probe_steps: int = 0
+    probe_p99_ns: int = 0
+    """99th percentile of the probe's time of one step, over recent steps."""
+    ended: bool = False
+    """Whether the engine shut the rank down in good order: its silence is no news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """When incidents of one kind were seen bad, first and last: what alerts and dashboards go by.
+
+    Stays as it is once nothing is bad any more, and is the same after a restart of the collector.
+    """
+
+    check: str
+    severity: Severity
+    stage: int
+    """The stage blamed; -1 where nobody is."""
+    first_ns: int
+    """Wall clock of the first bad step."""
+    last_ns: int
+    """Wall clock at which the newest bad step was judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +93,24 @@ class EngineState:
     """Rows that came twice, or after their step had its verdict; they were left out."""
     late_records: int = 0
     """Payloads and masks of which the same is true, and calls given up."""
+    rows_excluded: int = 0
+    """Rows that the engine's mask dropped from the broadcast although they may have sampled."""
+    rows_harmed: int = 0
+    """Of these, rows whose request was found diverged afterwards."""
+    broadcast_bytes: int = 0
+    """Bytes that the last stage's first rank broadcast to the earlier stages."""
+    broadcast_steps: int = 0
+    """Steps with such a broadcast."""
+    broadcast_rows: int = 0
+    broadcast_rows_fixed: int = 0
+    """Rows broadcast that the faulty mask of vLLM 0.23 to 0.29 would have left out: what the fix costs."""
+    troubles: tuple[Trouble, ...] = ()
+    heard_ns: int = 0
+    """When any rank was last heard of."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine was shut down in good order: every rank that could still say so did."""
+        return any(rank.ended for rank in self.ranks) and all(
+            rank.ended or not rank.armed for rank in self.ranks
+        )

@@ -33,6 +33,21 @@ def finishes(prefill_len: int, cap: int) -> bool:
     return 0 <= cap <= prefill_len + 1
 
 
+def dropped_rows(window: MaskWindow, history: History) -> Iterator[tuple[int, Seen]]:
+    """Rows of the window that some rank's mask drops although they may have sampled, beside what they fed."""
+    dropped = np.zeros(len(window.blocks[0].fixed), np.bool_)
+    for mask in window.blocks:
+        dropped |= (mask.fixed != 0) & (mask.engine == 0)
+    for row in np.flatnonzero(dropped).tolist():
+        at, in_step = window.locate(row)
+        seen = history.row_at(int(window.steps[at]), in_step)
+        if seen is None:
+            continue
+        block, i = seen.reference, seen.row
+        if not (block.prefilling[i] and finishes(int(block.prefill_len[i]), int(block.cap[i]))):
+            yield row, seen
+
+
 class ExcludedRow:
     """A row that may have sampled must be in the broadcast."""
 
@@ -77,19 +92,11 @@ class ExcludedRow:
     def _exclusions(self, window: MaskWindow | None, history: History) -> Iterator[tuple[Finding, Seen]]:
         if window is None:
             return
-        dropped = np.zeros(len(window.blocks[0].fixed), np.bool_)
-        for mask in window.blocks:
-            dropped |= (mask.fixed != 0) & (mask.engine == 0)
-        for row in np.flatnonzero(dropped):
-            at, in_step = window.locate(int(row))
-            step = int(window.steps[at])
-            seen = history.row_at(step, in_step)
-            if seen is None:
-                continue
+        for row, seen in dropped_rows(window, history):
+            at, in_step = window.locate(row)
+            step = seen.step
             block, i = seen.reference, seen.row
             prefilling = bool(block.prefilling[i])
-            if prefilling and finishes(int(block.prefill_len[i]), int(block.cap[i])):
-                continue
             indices = [
                 index
                 for index, mask in zip(window.indices, window.blocks, strict=True)
