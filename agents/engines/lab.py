@@ -94,8 +94,9 @@ class LabRecorder:
     def mask(self, engine: Bool, fixed: Bool) -> None:
         began = time.perf_counter_ns()
         rows = engine.shape[1]
-        for probe, own, sound in zip(self.probes, engine, fixed, strict=True):
-            probe.mask(own if own.any() else None, sound if sound.any() else None, rows)
+        some, some_fixed = np.any(engine, axis=1).tolist(), np.any(fixed, axis=1).tolist()
+        for i, probe in enumerate(self.probes):
+            probe.mask(engine[i] if some[i] else None, fixed[i] if some_fixed[i] else None, rows)
         self._account(began)
 
     def sent(self, batch: InputBatch, mask: Bool, sampled: Sampled) -> None:

@@ -46,6 +46,11 @@ class Call(NamedTuple):
     numel: int
     group_size: int
 
+    @property
+    def what(self) -> str:
+        """As it is recorded."""
+        return f"{self.group} {self.op} {self.dtype}"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -6,6 +6,8 @@ stale token, a wrong position or a wrong slot on any stage changes what the last
 Only relative positions count: a row that is fed the same block again answers the same again.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,17 +87,19 @@ class IntegerModel:
         base = batch.flat * self._length
         return self._run(batch.input_ids, batch.positions, base.take(batch.token_row, axis=1))
 
-    def load_prefix(self, request: NewRequest) -> None:
-        """Fill the caches for tokens of ``request`` that count as computed when it starts."""
-        if not request.computed:
+    def load_prefixes(self, requests: Sequence[NewRequest]) -> None:
+        """Fill the caches for tokens of ``requests`` that count as computed when they start."""
+        cached = [request for request in requests if request.computed]
+        if not cached:
             return
         block = self._block
-        slots = block.states.slot_of[:, request.handle]
-        flat = block.states.flat(slots[:, None])
-        count = request.computed
-        ids = np.broadcast_to(request.tokens[:count], (len(slots), count))
-        positions = np.broadcast_to(np.arange(count, dtype=np.int32), ids.shape)
-        self._run(ids, positions, np.broadcast_to(flat * self._length, ids.shape))
+        slots = block.states.slot_of[:, [request.handle for request in cached]]
+        counts = [request.computed for request in cached]
+        ids = np.concatenate([request.tokens[: request.computed] for request in cached])
+        positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+        base = (block.states.flat(slots) * self._length).repeat(counts, axis=1)
+        shape = len(block.ranks), len(ids)
+        self._run(np.broadcast_to(ids, shape), np.broadcast_to(positions, shape), base)
 
     def _run(self, ids: I32, positions: I32, base: I64) -> I32:
         # A fault can carry a row past the longest request; the cache of a real engine has no such cell either.

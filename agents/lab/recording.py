@@ -1,13 +1,14 @@
 """Recording without a ring: a probe that keeps its records, and traces written from records."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewatch.agents.lab.fault import Call
 from stagewatch.agents.record import (
     U64,
     UNKNOWN,
@@ -68,12 +69,11 @@ class MemoryProbe:
 
     def mask(self, engine: NDArray[np.bool_] | None, fixed: NDArray[np.bool_] | None, rows: int) -> None:
         """See `Probe.mask`."""
-        nothing = np.zeros(rows, np.uint8)
         body = Mask(
             int(engine is None),
             int(fixed is None),
-            nothing if engine is None else engine.view(np.uint8),
-            nothing if fixed is None else fixed.view(np.uint8),
+            np.zeros(rows, np.uint8) if engine is None else engine.view(np.uint8),
+            np.zeros(rows, np.uint8) if fixed is None else fixed.view(np.uint8),
         )
         self._keep(Kind.MASK, self.step, body)
 
@@ -102,6 +102,33 @@ class MemoryProbe:
     def _keep(self, kind: Kind, step: int, body: Body) -> None:
         self.records.append(Record(kind, self._seq, step, self._seq, body))
         self._seq += 1
+
+
+def record_calls(probes: Sequence[MemoryProbe], calls: Sequence[Sequence[Call]]) -> None:
+    """Record each probe's calls, as `MemoryProbe.collective` would one by one.
+
+    Ranks that have recorded equally much and hold the same list of calls share the records: frozen, and in a large
+    pipeline the most numerous.
+    """
+    made: dict[tuple[int, int, int, int], list[Record]] = {}
+    for probe, own in zip(probes, calls, strict=True):
+        seq, number = probe._seq, probe._collectives
+        key = seq, number, probe.step, id(own)
+        records = made.get(key)
+        if records is None:
+            records = made[key] = [
+                Record(
+                    Kind.COLLECTIVE,
+                    seq + place,
+                    probe.step,
+                    seq + place,
+                    Collective(number + place + 1, call.numel, call.group_size, call.what),
+                )
+                for place, call in enumerate(own)
+            ]
+        probe.records += records
+        probe._seq += len(records)
+        probe._collectives += len(records)
 
 
 class TraceWriter:

@@ -15,10 +15,10 @@ from stagewatch.agents.lab.batch import dummy_batch
 from stagewatch.agents.lab.config import LabConfig
 from stagewatch.agents.lab.fault import Injection
 from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.identities import BASE_FINGERPRINTS, lab_identity
 from stagewatch.agents.lab.integer_model import Vocabulary
 from stagewatch.agents.lab.messages import SchedulerOutput
 from stagewatch.agents.lab.model import ModelConfig, StageModel
-from stagewatch.agents.lab.simulator import BASE_FINGERPRINTS, lab_identity
 from stagewatch.agents.lab.stage import Block
 from stagewatch.agents.lab.transport import Transport
 from stagewatch.agents.probe import Probe
