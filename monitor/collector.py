@@ -24,7 +24,8 @@ from stagewatch.monitor.events import Hub
 from stagewatch.monitor.incidentlog import log_incidents
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
-from stagewatch.monitor.metrics import Metrics, Snapshot
+from stagewatch.monitor.metrics import Metrics
+from stagewatch.monitor.observers import Snapshot
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.states import Change, EngineState
 from stagewatch.monitor.store import Event, Store, StoreError
@@ -104,6 +105,7 @@ class Collector:
             self.intake.duplicates,
             self.hub.readers,
             self.clock.now_ns(),
+            drops={("events", "slow_reader"): self.hub.dropped_readers},
         )
 
     def take(self, message: bytes, session: Session) -> None:
@@ -160,7 +162,7 @@ class Collector:
                 taken = self.intake.restore(entry)
             except FrameError as error:
                 unreadable += 1
-                self.metrics.count("stagewatch.drops", place="journal", reason="unreadable")
+                self.metrics.drop("journal", "unreadable")
                 if unreadable == 1:
                     log.warning("%s", error)
                 continue

@@ -14,7 +14,7 @@ from stagewatch.agents.commandline import commands_of
 from stagewatch.agents.options import SECRETS, Parser, default_text, variable_of
 from stagewatch.agents.settings import VARIABLES
 from stagewatch.monitor import commands as monitor_commands
-from stagewatch.monitor.metrics import INSTRUMENTS
+from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, RECORD_DROPS, REFUSALS
 
 PROGRAMS: tuple[tuple[str, ModuleType], ...] = (
     ("stagewatch-agent", agent_commands),
@@ -74,8 +74,27 @@ def metrics_page() -> str:
         "No metric has a request id.",
         "",
         *_table(("Metric", "Type", "Labels", "What it tells"), rows),
+        "",
+        "## Places and reasons of drops",
+        "",
+        "Nothing is left out without being counted. `stagewatch_records_dropped_total`, by rank:",
+        "",
+        *_drops(RECORD_DROPS),
+        "",
+        "`stagewatch_drops_total`, of stagewatch itself:",
+        "",
+        *_drops(DROPS),
+        "",
+        "## Reasons of refusals",
+        "",
+        *_table(("`reason`", "Why"), ((f"`{reason}`", text) for reason, text in REFUSALS.items())),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _drops(known: dict[tuple[str, str], str]) -> Iterator[str]:
+    rows = ((f"`{place}`", f"`{reason}`", text) for (place, reason), text in known.items())
+    return _table(("`place`", "`reason`", "What"), rows)
 
 
 PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
