@@ -113,7 +113,7 @@ def _input_ids(
     fed: I32 = block.reshape(states.ranks, -1).take(token_row * width + np.minimum(column, width - 1), axis=1)
     # Only a few of a usual batch's rows prefill: look at the known tokens for those alone.
     rows = ~decoding.all(axis=0)
-    tokens = np.flatnonzero(rows.take(token_row))
+    tokens = rows.take(token_row).nonzero()[0]
     if not len(tokens):
         return fed
     row = token_row[tokens]

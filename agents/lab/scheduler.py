@@ -110,6 +110,7 @@ class Scheduler:
         self._blocks_held: I32 = np.zeros(seats, np.int32)
         self._out_len: I32 = np.zeros(seats, np.int32)
         self._out_max: I32 = np.zeros(seats, np.int32)
+        self._columns: I64 = np.arange(config.spec_tokens + 1)
         self._out: I32 = np.zeros((seats, config.max_model_len + 1), np.int32)
 
     @property
@@ -152,7 +153,7 @@ class Scheduler:
             new, order, granted = self._admit(order, granted)
         released = np.array(self._released, np.int32)
         self._released = []
-        picked = np.flatnonzero(granted)
+        picked = granted.nonzero()[0]
         return self._order_batch(tick, released, new, order[picked], granted[picked])
 
     def _order_batch(
@@ -189,7 +190,8 @@ class Scheduler:
             relief = np.cumsum((needed + self._blocks_held[order])[::-1])
             for _ in range(int(np.searchsorted(relief, missing)) + 1):
                 self._preempt_youngest()
-        self._take_blocks(order, granted)
+        self._blocks_held[order] += needed
+        self._blocks_free -= int(needed.sum())
         return order, granted, short
 
     def _wanted(self, order: I32, tick: int) -> I32:
@@ -205,7 +207,7 @@ class Scheduler:
         ready = (self._next_eligible[order] <= tick) & ~done & (decode > 0)
         want = np.where(decoding, np.where(ready, decode, 0), np.minimum(left, config.chunk_max))
         room_left = config.token_budget - (np.cumsum(want) - want)
-        granted = np.clip(room_left, 0, want)
+        granted = np.maximum(np.minimum(room_left, want), 0)
         # A decode step is granted whole or not at all; a prefill takes what is left.
         return np.where(decoding & (granted < want), 0, granted).astype(np.int32)
 
@@ -214,11 +216,6 @@ class Scheduler:
         total = (self.mirror[handles] + granted + size - 1) // size
         needed: I32 = np.maximum(total - self._blocks_held[handles], 0)
         return needed
-
-    def _take_blocks(self, handles: I32, granted: I32) -> None:
-        needed = self._blocks_needed(handles, granted)
-        self._blocks_held[handles] += needed
-        self._blocks_free -= int(needed.sum())
 
     def _admit(self, order: I32, granted: I32) -> tuple[tuple[NewRequest, ...], I32, I32]:
         new: list[NewRequest] = []
@@ -239,7 +236,9 @@ class Scheduler:
             self._waiting.popleft()
             new.append(self._seat(waiting, tokens, start, remote))
             if self.config.blocks:
-                self._take_blocks(np.array([new[-1].handle], np.int32), np.array([grant], np.int32))
+                held = -(-(start + grant) // size)
+                self._blocks_held[new[-1].handle] = held
+                self._blocks_free -= held
             grants.append(grant)
             budget -= grant
         if not new:
@@ -367,7 +366,7 @@ class Scheduler:
     def _append(self, handles: I32, tokens: I32, num_sampled: I32, rejected: I32) -> None:
         self.mirror[handles] -= rejected
         self.placeholders[handles] -= num_sampled + rejected
-        columns = np.arange(tokens.shape[1])
+        columns = self._columns[: tokens.shape[1]]
         had = self._out_len[handles]
         left = self._out_max[handles] - had
         take = np.minimum(num_sampled, left)
@@ -385,6 +384,6 @@ class Scheduler:
         self._out_len[handles] = had + take
         full = take >= left
         ended = full if stopped is None else full | stopped
-        for row in np.flatnonzero(ended).tolist():
+        for row in ended.nonzero()[0].tolist():
             is_stop = stopped is not None and bool(stopped[row])
             self._end(int(handles[row]), "stop" if is_stop else "length")

@@ -157,6 +157,7 @@ class Block:
         """The current iteration's batch."""
         self._pending: deque[Pending | None] = deque([None] * config.sizes.pp)
         self._mask: Bool = np.zeros((len(ranks), 0), np.bool_)
+        self._columns: I64 = np.arange(config.spec_tokens + 1)
 
     # ---- before the model
 
@@ -177,7 +178,7 @@ class Block:
             self._pending.append(None)
             return None
         self.step += 1
-        mirror = np.broadcast_to(order.mirror, (len(self.ranks), len(order.mirror)))
+        mirror = order.mirror[None].repeat(len(self.ranks), axis=0)
         slots = self.fault.rows(self, self.states.slot_of[:, order.handles])
         batch = prepare_inputs(self.states, order, slots, self.fault.mirror(self, order.handles, mirror))
         self.batch = batch
@@ -218,7 +219,7 @@ class Block:
         states.computed.reshape(-1)[flat] -= self.fault.rejections(self, applied, sampled.num_rejected)[
             applied
         ]
-        column = np.clip(num_sampled, 1, width) - 1
+        column = np.minimum(np.maximum(num_sampled, 1), width) - 1
         last = sampled.tokens[applied][np.arange(len(flat)), column]
         states.last_sampled.reshape(-1)[flat] = self.fault.last_tokens(self, applied, sampled, last)
         drafts = sampled.drafts.shape[2]
@@ -259,7 +260,7 @@ class Block:
         last = self.last
         targets = self.fault.targets(self, batch, targets)
         drafts = self.config.spec_tokens
-        columns = np.arange(drafts + 1)
+        columns = self._columns
         first = batch.row_end - batch.draft_count - 1
         index = np.minimum(first[:, None] + columns, batch.row_end[:, None] - 1)
         tokens = targets.take(index, axis=1)
