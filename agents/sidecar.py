@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 from stagewatch.agents.credentials import key_fingerprint, key_of_directory
@@ -19,6 +20,7 @@ from stagewatch.agents.health import Pulse
 from stagewatch.agents.ring import check_directory
 from stagewatch.agents.shipping import Destination, Shipper, TailKey
 from stagewatch.agents.tail import Privacy, Tail
+from stagewatch.agents.wire import Node
 
 log = logging.getLogger("stagewatch.sidecar")
 
@@ -60,8 +62,11 @@ class Sidecar:
 
     def __init__(self, settings: SidecarSettings) -> None:
         self.tails: Final[dict[TailKey, Tail]] = {}
-        self.records_given_up = 0
+        self.records_removed = 0
         """Records of removed rings that nobody acknowledged in time."""
+        self.records_unreadable = 0
+        """Records of rings that raised an error of ours."""
+        self._id: Final = token_hex(8)
         self._settings = settings
         self._shipper = Shipper(settings.destination, self.tails)
         self._refused: dict[Path, _Refused] = {}
@@ -76,6 +81,11 @@ class Sidecar:
     def rings_refused(self) -> int:
         """Files in the directory that are no rings this build can read."""
         return len(self._refused) + len(self._broken)
+
+    @property
+    def node(self) -> Node:
+        """What the collector is told of us with every batch."""
+        return Node(self._id, self.records_removed, self.records_unreadable, self.rings_refused)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Tail and ship until ``stop``, then ship what is left."""
@@ -176,7 +186,7 @@ class Sidecar:
                 if tail.is_drained:
                     log.info("ring %s is gone, and everything in it was taken", tail.path.name)
                 else:
-                    self.records_given_up += tail.unacknowledged
+                    self.records_removed += tail.unacknowledged
                     log.warning(
                         "ring %s was removed with %d records not taken", tail.path.name, tail.unacknowledged
                     )
@@ -185,11 +195,11 @@ class Sidecar:
 
     def _read(self, key: TailKey, tail: Tail) -> bool:
         try:
-            return tail.read(self._settings.held_bytes // len(self.tails))
+            return tail.read(self._settings.held_bytes // len(self.tails), self.node)
         except Exception:  # one ring whose content nobody foresaw must not cost the node its other ranks
             log.exception("ring %s cannot be read on: please report this", tail.path.name)
             self._broken.add(tail.path)
-            self.records_given_up += tail.unacknowledged
+            self.records_unreadable += tail.unacknowledged
             self._gone.pop(key, None)
             del self.tails[key]
             tail.close()

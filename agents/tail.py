@@ -146,8 +146,11 @@ class Tail:
         self._sent += 1
         return self._held[self._sent - 1]
 
-    def read(self, held_bytes_max: int) -> bool:
-        """Read records into one more frame, if there are any and the bound allows. Whether the ring had any."""
+    def read(self, held_bytes_max: int, node: wire.Node | None = None) -> bool:
+        """Read records into one more frame, if there are any and the bound allows. Whether the ring had any.
+
+        ``node`` is what the sidecar tells of itself.
+        """
         self._rate.note(self._reader.margin().bytes_written)
         if self._held_bytes >= held_bytes_max:
             return False
@@ -156,12 +159,14 @@ class Tail:
             return moved
         lost = records[0].seq - self.read_seq
         self.lost += lost
+        left_out = max(min(self._condemned_seq, records[0].seq) - self.read_seq, 0)
         evidence = digest_records(
             records, self.identity, self._privacy.digester, lost=lost, raw=self._privacy.raw_tokens
         )
+        evidence = replace(evidence, left_out=left_out)
         if self._privacy.pseudonymise:
             evidence = pseudonymised(evidence, self._privacy.digester)
-        message = wire.encode_frame(wire.batch_of(self.identity, evidence, self.margin_s()))
+        message = wire.encode_frame(wire.batch_of(self.identity, evidence, self.margin_s(), node))
         if len(message) > FRAME_BYTES_MAX:
             self._leave_out(evidence, len(message))
             return True

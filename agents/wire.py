@@ -50,6 +50,19 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     next_seq: int
 
 
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """What a sidecar tells of itself with every batch, since its start. Fields are only ever added at the end."""
+
+    sidecar: str
+    """Which one: 16 hex digits, new at each start."""
+    ring_removed: int = 0
+    """Records of rings that were removed before anybody acknowledged them."""
+    ring_unreadable: int = 0
+    """Records of rings that could not be read on."""
+    rings_refused: int = 0
+    """Files in its directory, now, that are no rings it can read."""
+
+
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """Evidence of one rank."""
 
@@ -62,6 +75,9 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """Time until the ring's writer overtakes the sidecar at the present rate; negative if unknown."""
     parts: dict[str, bytes]
     """Arrow record batches by the field of `Evidence` they fill."""
+    left_out: int = 0
+    """Of the lost records, those that the sidecar had: refused before, or too long for a frame."""
+    node: Node | None = None
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
@@ -138,7 +154,7 @@ def decode_downward(message: bytes) -> Downward:
         raise FrameError(f"malformed frame: {error}") from None
 
 
-def batch_of(identity: Identity, evidence: Evidence, margin_s: float) -> Batch:
+def batch_of(identity: Identity, evidence: Evidence, margin_s: float, node: Node | None = None) -> Batch:
     """Evidence as a frame."""
     parts = {name: _encode_block(block) for name in _PARTS if (block := getattr(evidence, name)) is not None}
     return Batch(
@@ -149,6 +165,8 @@ def batch_of(identity: Identity, evidence: Evidence, margin_s: float) -> Batch:
         evidence.lost,
         margin_s,
         parts,
+        evidence.left_out,
+        node,
     )
 
 
@@ -159,6 +177,9 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
         raise FrameError(f"frame part {min(unknown)[:40]!r} is unknown to this build: upgrade the collector")
     if not 0 <= batch.first_seq <= batch.next_seq < 2**63 or not 0 <= batch.lost < 2**63:
         raise FrameError(f"frame covers records {batch.first_seq} to {batch.next_seq} with {batch.lost} lost")
+    if not 0 <= batch.left_out <= batch.lost:
+        raise FrameError(f"frame says that {batch.left_out} of {batch.lost} lost records were left out")
+    _check_node(batch.node)
     blocks = {name: _decode_block(_PARTS[name], name, data, limits) for name, data in batch.parts.items()}
     _check_coverage(batch, blocks)
     return Evidence(
@@ -166,7 +187,17 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
         batch.next_seq,
         batch.lost,
         **{name: blocks.get(name) for name in _PARTS},  # type: ignore[arg-type]  # each name has its own block type by _PARTS
+        left_out=batch.left_out,
     )
+
+
+def _check_node(node: Node | None) -> None:
+    if node is None:
+        return
+    counts = (node.ring_removed, node.ring_unreadable, node.rings_refused)
+    is_id = len(node.sidecar) == 16 and all(digit in "0123456789abcdef" for digit in node.sidecar)
+    if not is_id or not all(0 <= count < 2**63 for count in counts):
+        raise FrameError("frame tells of its sidecar what cannot be")
 
 
 def _check_coverage(batch: Batch, blocks: dict[str, Any]) -> None:
