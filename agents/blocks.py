@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewatch.agents.identity import Node
 from stagewatch.agents.record import I32, U8, U64
 
 I64 = NDArray[np.int64]
@@ -243,3 +244,4 @@ class Evidence:
     events: EventBlock | None
     left_out: int = 0
     """Of the lost records, those that the sidecar had: the collector refused them, or no frame could hold them."""
+    node: Node | None = None

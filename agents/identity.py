@@ -30,6 +30,19 @@ class Fingerprint(msgspec.Struct, frozen=True):
     value: str
 
 
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """What a sidecar tells of itself with every batch, since its start. Fields are only ever added at the end."""
+
+    sidecar: str
+    """Which one: 16 hex digits, new at each start."""
+    ring_removed: int = 0
+    """Records of rings that were removed before anybody acknowledged them."""
+    ring_unreadable: int = 0
+    """Records of rings that could not be read on."""
+    rings_refused: int = 0
+    """Files in its directory, now, that are no rings it can read."""
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What a ring's header and every wire frame say of their rank."""
 

@@ -17,10 +17,10 @@ from stagewatch.agents.credentials import key_fingerprint, key_of_directory
 from stagewatch.agents.digest import Digester
 from stagewatch.agents.errors import RingError
 from stagewatch.agents.health import Pulse
+from stagewatch.agents.identity import Node
 from stagewatch.agents.ring import check_directory
 from stagewatch.agents.shipping import Destination, Shipper, TailKey
 from stagewatch.agents.tail import Privacy, Tail
-from stagewatch.agents.wire import Node
 
 log = logging.getLogger("stagewatch.sidecar")
 

@@ -20,7 +20,7 @@ import numpy as np
 from stagewatch.agents import record, wire
 from stagewatch.agents.digest import Digester
 from stagewatch.agents.evidence import EventBlock, Evidence, InputsBlock, PayloadBlock, digest_records
-from stagewatch.agents.identity import Fingerprint, Identity
+from stagewatch.agents.identity import Fingerprint, Identity, Node
 from stagewatch.agents.record import U64, Kind, Record
 from stagewatch.agents.ring import RingReader
 
@@ -146,7 +146,7 @@ class Tail:
         self._sent += 1
         return self._held[self._sent - 1]
 
-    def read(self, held_bytes_max: int, node: wire.Node | None = None) -> bool:
+    def read(self, held_bytes_max: int, node: Node | None = None) -> bool:
         """Read records into one more frame, if there are any and the bound allows. Whether the ring had any.
 
         ``node`` is what the sidecar tells of itself.
@@ -163,10 +163,10 @@ class Tail:
         evidence = digest_records(
             records, self.identity, self._privacy.digester, lost=lost, raw=self._privacy.raw_tokens
         )
-        evidence = replace(evidence, left_out=left_out)
+        evidence = replace(evidence, left_out=left_out, node=node)
         if self._privacy.pseudonymise:
             evidence = pseudonymised(evidence, self._privacy.digester)
-        message = wire.encode_frame(wire.batch_of(self.identity, evidence, self.margin_s(), node))
+        message = wire.encode_frame(wire.batch_of(self.identity, evidence, self.margin_s()))
         if len(message) > FRAME_BYTES_MAX:
             self._leave_out(evidence, len(message))
             return True

@@ -30,7 +30,7 @@ from stagewatch.agents.bodies import I32, U8, U64
 from stagewatch.agents.columnar import Column, Decoded
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.evidence import Evidence
-from stagewatch.agents.identity import Identity, Rank
+from stagewatch.agents.identity import Identity, Node, Rank
 
 PROTOCOL: Final = 1
 
@@ -48,19 +48,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     instance: str
     rank: Rank
     next_seq: int
-
-
-class Node(msgspec.Struct, frozen=True, array_like=True):
-    """What a sidecar tells of itself with every batch, since its start. Fields are only ever added at the end."""
-
-    sidecar: str
-    """Which one: 16 hex digits, new at each start."""
-    ring_removed: int = 0
-    """Records of rings that were removed before anybody acknowledged them."""
-    ring_unreadable: int = 0
-    """Records of rings that could not be read on."""
-    rings_refused: int = 0
-    """Files in its directory, now, that are no rings it can read."""
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
@@ -154,7 +141,7 @@ def decode_downward(message: bytes) -> Downward:
         raise FrameError(f"malformed frame: {error}") from None
 
 
-def batch_of(identity: Identity, evidence: Evidence, margin_s: float, node: Node | None = None) -> Batch:
+def batch_of(identity: Identity, evidence: Evidence, margin_s: float) -> Batch:
     """Evidence as a frame."""
     parts = {name: _encode_block(block) for name in _PARTS if (block := getattr(evidence, name)) is not None}
     return Batch(
@@ -166,7 +153,7 @@ def batch_of(identity: Identity, evidence: Evidence, margin_s: float, node: Node
         margin_s,
         parts,
         evidence.left_out,
-        node,
+        evidence.node,
     )
 
 
@@ -188,6 +175,7 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
         batch.lost,
         **{name: blocks.get(name) for name in _PARTS},  # type: ignore[arg-type]  # each name has its own block type by _PARTS
         left_out=batch.left_out,
+        node=batch.node,
     )
 
 

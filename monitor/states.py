@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewatch.agents.identity import Identity, Rank
+from stagewatch.agents.identity import Identity, Node, Rank
 from stagewatch.monitor.incidents import Incident, Severity
 
 ChangeKind = Literal["opened", "raised", "updated"]
@@ -44,6 +44,8 @@ class RankState:
     probe_steps: int = 0
     probe_p99_ns: int = 0
     """99th percentile of the probe's time of one step, over recent steps."""
+    node: Node | None = None
+    """What its sidecar told of itself last."""
     ended: bool = False
     """Whether the engine shut the rank down in good order: its silence is no news."""
 

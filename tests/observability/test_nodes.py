@@ -1,19 +1,25 @@
 """What a sidecar gives up is told to the collector, and adds up there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from service_records import KEY, append_steps, batch, identity
+from simulated import DIGESTER, Run, hello
 
 from stagewatch.agents import tail as tail_module
 from stagewatch.agents import wire
 from stagewatch.agents.errors import FrameError
+from stagewatch.agents.evidence import digest_records
+from stagewatch.agents.identity import Node, Rank
+from stagewatch.agents.lab.simulator import SimConfig
+from stagewatch.agents.record import Kind, Note, Record
 from stagewatch.agents.ring import RingWriter
 from stagewatch.agents.shipping import Destination
 from stagewatch.agents.sidecar import GONE_S_MAX, Sidecar, SidecarSettings
-from stagewatch.agents.wire import Node
 from stagewatch.monitor.nodes import PRESENT_S, SIDECARS_MAX, Nodes
+from stagewatch.monitor.watch import Watch
 
 ONE, OTHER = "1" * 16, "2" * 16
 S = 10**9
@@ -141,3 +147,16 @@ class TestSums:
         nodes.note(Node(OTHER, rings_refused=1), 50 * S)
         assert nodes.rings_refused(51 * S) == 3
         assert nodes.rings_refused(int((PRESENT_S + 2) * S)) == 1
+
+    def test_what_a_restored_engine_told_before_is_no_news(self) -> None:
+        """GIVEN a collector that starts from where it was saved THEN an alert on what was given up stays silent."""
+        run = Run(SimConfig(seed=1, pp=2))
+        watch, nodes = Watch(), Nodes()
+        hello(run, watch)
+        rank = Rank(0, 0, 0)
+        record = Record(Kind.NOTE, 0, 0, 0, Note("x"))
+        told = replace(digest_records([record], run.identities[rank], DIGESTER), node=Node(ONE, 5))
+        watch.take(run.identities[rank].instance, rank, told, -1.0, S)
+        nodes.know(watch.states())
+        nodes.note(Node(ONE, 6), 2 * S)
+        assert nodes.drops["sidecar", "ring_removed"] == 1
