@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stagewatch.monitor import metrics, store
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.ingest import FrameRefusedError, Session
+from stagewatch.monitor.sessions import FrameRefusedError, Session
 from stagewatch.monitor.states import EngineState
 from stagewatch.monitor.store import Shown, StoreError
 

@@ -20,15 +20,20 @@ from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.auth import Authenticator
 from stagewatch.monitor.clock import Clock
+from stagewatch.monitor.engine import Engine
 from stagewatch.monitor.events import Hub
 from stagewatch.monitor.incidentlog import log_incidents
 from stagewatch.monitor.incidents import Incident
-from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
+from stagewatch.monitor.ingest import Intake
+from stagewatch.monitor.journal import Position
 from stagewatch.monitor.metrics import Metrics
 from stagewatch.monitor.observers import Snapshot
+from stagewatch.monitor.recovery import Checkpoints, Hindsight, Saved
+from stagewatch.monitor.sessions import Session
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.states import Change, EngineState
 from stagewatch.monitor.store import Event, Store, StoreError
+from stagewatch.monitor.streams import BatchTaken, Taken
 from stagewatch.monitor.ticks import Ticks
 
 log = logging.getLogger("stagewatch.collector")
@@ -37,9 +42,11 @@ P = ParamSpec("P")
 
 TICK_S: Final = 1.0
 STORE_RETRY_S: Final = 1.0
+PRUNE_S: Final = 60.0
+"""How often incidents beyond what is kept are looked for."""
 
 
-class Judge(Protocol):
+class Judge(Saved, Protocol):
     """The part of `stagewatch.monitor.watch.Watch` that the collector needs."""
 
     def hello(self, identity: Identity, now_ns: int = 0) -> None: ...  # noqa: D102
@@ -63,9 +70,18 @@ class Collector:
         self._watch = watch
         self.metrics: Final = Metrics(self.snapshot)
         self.clock: Final = Clock()
-        self.intake: Final = Intake(settings, self._judge, self.metrics.journal_synced, self.clock)
+        self.intake: Final = Intake(
+            settings, self._judge, self.metrics.journal_synced, self.clock, self.store.pins
+        )
         self._journal = self.intake.journal
+        self._checkpoints = Checkpoints(settings.data_dir / "checkpoint", watch, self.intake)
+        self._hindsight = Hindsight(self.store.judged_ns())
+        self._judged: Position | None = None
+        self._judged_ns = 0
+        """Where the newest judged entry ends, and when it arrived."""
         self._unstored: dict[str, Incident] = {}
+        self._storing: dict[str, Incident] = {}
+        """On its way into the store."""
         self._unstored_wake = asyncio.Event()
         self._states: list[EngineState] = []
         self._store_failure = ""
@@ -90,6 +106,10 @@ class Collector:
     def admits(self) -> bool:
         """Whether sidecars may connect: the journal has been read back."""
         return self._ready
+
+    def engine(self, instance: str, dp: int) -> Engine | None:
+        """One replica under watch; None before the journal was read back, or if it is not known."""
+        return self._watch.engine((instance, dp)) if self._ready else None
 
     def engines(self) -> list[EngineState]:
         """Every engine, now. On the event loop only."""
@@ -137,12 +157,15 @@ class Collector:
     async def stop(self) -> None:
         """End in order: what was taken is made durable, what was found is stored."""
         self.hub.close()
+        was_ready = self._ready
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._journal.close)
         await asyncio.sleep(0)  # let what the journal settled last be judged
         await self._store_once()
+        if was_ready and self._judged is not None:
+            await self._checkpoints.save(self._judged, self._found)
         self.store.close()
         self.metrics.close()
         os.close(self._lock_fd)
@@ -152,12 +175,14 @@ class Collector:
         self.intake.open()
         self._ready = True
         self._note_changes([])
-        await asyncio.gather(self._tick_forever(), self._store_forever())
+        await asyncio.gather(self._tick_forever(), self._store_forever(), self._keep_forever())
 
     def _recover(self) -> None:
         began, frames, unreadable = time.monotonic(), 0, 0
         ticks = Ticks()
-        for entry in self._journal.recover():
+        start, unstored = self._checkpoints.load()
+        self._unstored = {incident.id: incident for incident in unstored}
+        for entry in self._journal.recover(start):
             try:
                 taken = self.intake.restore(entry)
             except FrameError as error:
@@ -170,19 +195,29 @@ class Collector:
                 continue
             self.clock.not_before(entry.t_ns)
             if ticks.is_due(entry.t_ns):
-                self._tick(entry.t_ns // 10**9 * 10**9)
-            self._note_changes(self._judge_one(taken))
+                second_ns = entry.t_ns // 10**9 * 10**9
+                self._note_old(self._guarded(self._watch.tick, second_ns), entry.t_ns)
+            self._note_old(self._judge_one(taken), entry.t_ns)
+            self._judged_ns = entry.t_ns
             frames += 1
             self._progress = f"reading the journal back: {frames} frames so far"
-        damaged = self._journal.damaged_bytes
-        if damaged:
-            log.warning("journal: %d bytes were torn or damaged and are left out", damaged)
-        if frames:
-            log.info("journal: %d frames read back in %.1f s", frames, time.monotonic() - began)
+        self._hindsight.settle(self.store.knows)
+        self._unstored = self._hindsight.only_news(self._unstored)
+        self._judged = self._journal.end
+        torn, damaged = self._journal.torn_bytes, self._journal.damaged_bytes
+        if torn:
+            log.warning("journal: its last %d bytes were torn: cut off; senders still have them", torn)
+        if damaged > torn:
+            log.warning("journal: %d bytes are damaged: what they held is left out", damaged - torn)
+        if frames or start is not None:
+            since = "" if start is None else " since the checkpoint"
+            log.info("journal: %d frames read back%s in %.1f s", frames, since, time.monotonic() - began)
 
-    def _judge(self, group: Sequence[Taken]) -> None:
+    def _judge(self, group: Sequence[Taken], position: Position) -> None:
         for taken in group:
             self._note_changes(self._judge_one(taken))
+            self._judged_ns = taken.t_ns
+        self._judged = position
 
     def _judge_one(self, taken: Taken) -> list[Change]:
         identity = taken.stream.identity
@@ -219,11 +254,44 @@ class Collector:
             self._failures_told.add(where)
             log.exception("%s: please report this; it is counted from now on, not told", what)
 
+    def _note_old(self, changes: Sequence[Change], t_ns: int) -> None:
+        """Take changes found in the journal, in an entry that arrived at ``t_ns``."""
+        self._hindsight.note(changes, t_ns)
+        self._unstored.update({change.incident.id: change.incident for change in changes})
+
     def _note_changes(self, changes: Sequence[Change]) -> None:
         for change in changes:
-            self._unstored[change.incident.id] = change.incident
+            if self._hindsight.is_news(change.incident):
+                self._unstored[change.incident.id] = change.incident
         if self._ready and self._unstored:
             self._unstored_wake.set()
+
+    def _found(self) -> list[Incident]:
+        """What was found and is not known to be stored."""
+        return [*self._storing.values(), *self._unstored.values()]
+
+    async def _keep_forever(self) -> None:
+        """Save where we stand, and remove what is beyond what is kept."""
+        prune_s = 0.0
+        while True:
+            if self._judged is not None and self._checkpoints.is_due(self._judged):
+                await self._checkpoints.save(self._judged, self._found)
+            if time.monotonic() > prune_s:
+                prune_s = time.monotonic() + PRUNE_S
+                await self._prune()
+            await asyncio.sleep(TICK_S)
+
+    async def _prune(self) -> None:
+        settings = self.settings
+        try:
+            removed = await asyncio.to_thread(
+                self.store.prune, settings.keep_incidents, settings.keep_incidents_s, self.clock.now_ns()
+            )
+        except StoreError as error:
+            log.warning("%s", error)
+            return
+        if removed:
+            log.info("%d incidents beyond what is kept were removed", removed)
 
     async def _tick_forever(self) -> None:
         ticks = Ticks()
@@ -259,8 +327,9 @@ class Collector:
         pending, self._unstored = self._unstored, {}
         if not pending:
             return True
+        self._storing = pending
         try:
-            events = await asyncio.to_thread(self.store.apply, pending.values())
+            events = await asyncio.to_thread(self.store.apply, pending.values(), self._judged_ns)
         except StoreError as error:
             self._unstored = {**pending, **self._unstored}
             if not self._store_failure:
@@ -272,6 +341,7 @@ class Collector:
             self._unstored = {**left, **self._unstored}
             if left:
                 self._unstored_wake.set()
+        self._storing = {}
         self._store_failure = ""
         self.hub.publish(events)
         log_incidents(events)

@@ -1,47 +1,47 @@
-"""The journal: what the collector has taken, on disk before it says so.
+"""The journal's files: segments of entries, how they are written and how they are read back.
 
-Append-only segments of entries. An entry is a head (length, checksum, time of arrival, kind), then the
-frame's bytes as they came. Each segment begins with what was carried over from the one before it: who
-streams, and how far each stream has come. So any segment can be the oldest, and dropping old ones never
-makes the collector take a record twice.
+A segment begins with a magic that names its version, a salt and the time it began. An entry is a head (length,
+checksum, time of arrival, kind), then the frame's bytes as they came. The checksum begins with the salt, so what a
+sender put into a frame never looks like an entry of its own, and entries can be looked for behind damage. Segments
+begin with what was carried over from the one before them: who streams, and how far each stream has come.
+So any segment can be the oldest, and dropping old ones never makes the collector take a record twice.
 
-One thread writes. It takes every entry that waits, writes them together and syncs once: the group commit.
-Entries become durable in the order they were offered. Where the disk fails, nothing is reported durable;
-the segment is cut back to its last durable byte, and the same entries go to a fresh segment until one takes
-them (a failed sync says nothing about what a second sync of the same file would mean).
+Version 1, without salt and time, is read, too; there damage that hides where the next entry begins costs the rest
+of its segment.
 """
 
-import logging
-import os
+import mmap
+import re
 import struct
-import threading
-import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import BinaryIO, Final
 
 import msgspec
 
-from stagewatch.agents.errors import StagewatchError, one_line
+from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.identity import Identity
 
-log = logging.getLogger("stagewatch.collector")
-
-_MAGIC: Final = b"STGWJRN1"
+VERSION: Final = 2
+_MAGIC: Final = b"STGWJRN"
+_V1_SIZE: Final = 8
+_HEADER: Final = struct.Struct("<8sQQ")
+"""Magic and version, salt, nanoseconds since the epoch when it began."""
 _HEAD: Final = struct.Struct("<IIQBxxx")
-"""Length of the payload, CRC-32 of what follows it, nanoseconds since the epoch, kind."""
+"""Length of the payload, CRC-32 of the salt and of what follows it, nanoseconds since the epoch, kind."""
 _CRC_FROM: Final = 8
+_KIND_AT: Final = 16
+_KIND_AND_PADDING: Final = re.compile(rb"[\x01-\x03]\x00\x00\x00")
 ENTRY_MAX: Final = 1 << 28
-RETRY_S: Final = 1.0
-_IOV_MAX: Final = 1024
+SEARCH_MAX: Final = 4
+"""Times the segment's size that may be read to find the next entry behind damage, however hostile it is."""
 
 
 class JournalError(StagewatchError):
-    """A journal that cannot be opened or written."""
+    """A journal that cannot be opened, read or written."""
 
 
 class EntryKind(IntEnum):
@@ -62,298 +62,163 @@ class Carried(msgspec.Struct, frozen=True):
     next_seq: int
 
 
+class Position(msgspec.Struct, frozen=True, order=True):
+    """A place between two entries."""
+
+    segment: int
+    offset: int
+    """Bytes from the segment's beginning."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One entry read back."""
 
     kind: EntryKind
     t_ns: int
-    """Wall clock of arrival, nanoseconds since the epoch."""
+    """The collector's clock at arrival, nanoseconds since the epoch."""
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """How the journal is doing. Figures are for metrics and `/readyz`."""
+class Header:
+    """How a segment begins."""
 
-    bytes_kept: int
-    segments: int
-    bytes_waiting: int
-    failure: str
-    """Empty, or why nothing is made durable at present."""
-    syncs: int
-    sync_s_total: float
-    damaged_bytes: int
-    """Bytes of entries found unreadable at the last recovery, a torn tail included."""
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting(Generic[T]):
-    entry: Entry
-    ticket: T
-
-
-class Journal(Generic[T]):
-    """Segments in one directory, written by one thread of its own.
-
-    On that thread, ``durable`` is given the tickets of each group that became safe, in the order offered, and
-    ``carried`` is asked for the streams to carry into a new segment. Raises JournalError where the directory
-    cannot be used.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        durable: Callable[[Sequence[T]], None],
-        carried: Callable[[], Sequence[Carried]],
-        segment_bytes: int,
-        keep_bytes: int,
-        on_sync: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self.directory: Final = directory
-        self._durable = durable
-        self._carried = carried
-        self._segment_bytes = segment_bytes
-        self._keep_bytes = keep_bytes
-        self._on_sync = on_sync
-        self._condition = threading.Condition()
-        self._waiting: deque[_Waiting[T]] = deque()
-        self._waiting_bytes = 0
-        self._waiting_entries = 0
-        self._closing = False
-        self._failure = ""
-        self._syncs = 0
-        self._sync_s_total = 0.0
-        self.damaged_bytes = 0
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._sizes = {path: path.stat().st_size for path in segments_in(directory)}
-        except OSError as error:
-            raise JournalError(f"journal {directory} cannot be used: {error.strerror}") from None
-        self._fd = -1
-        self._path = directory
-        self._size = 0
-        self._carried_size = 0
-        """Bytes with which the present segment began."""
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-
-    def recover(self) -> Iterator[Entry]:
-        """Every sound entry, oldest first, before `start`. Cuts off a torn tail.
-
-        Damage elsewhere costs the rest of its segment. `damaged_bytes` and the log say how much.
-        """
-        paths = sorted(self._sizes)
-        for path in paths:
-            reader = SegmentReader(path)
-            yield from reader
-            bad = reader.size - reader.sound_bytes
-            if not bad:
-                continue
-            self.damaged_bytes += bad
-            if path == paths[-1]:
-                os.truncate(path, reader.sound_bytes)
-                self._sizes[path] = reader.sound_bytes
-
-    def start(self) -> None:
-        """Begin to take entries. `health` says if the disk does not let us."""
-        self._thread.start()
-
-    def offer(self, entry: Entry, ticket: T) -> None:
-        """Queue an entry; ``ticket`` comes back through ``durable`` once it is safe. Never blocks on the disk.
-
-        Whoever offers keeps an eye on `bytes_waiting`: the queue is theirs to bound.
-        """
-        with self._condition:
-            self._waiting.append(_Waiting(entry, ticket))
-            self._waiting_bytes += len(entry.payload)
-            self._waiting_entries += 1
-            self._condition.notify()
+    version: int
+    salt: int
+    began_ns: int
+    """0 in version 1, which does not say."""
 
     @property
-    def bytes_waiting(self) -> int:
-        """Bytes offered and not yet durable."""
-        return self._waiting_bytes
+    def size(self) -> int:
+        """Bytes it takes."""
+        return _V1_SIZE if self.version == 1 else _HEADER.size
 
     @property
-    def entries_waiting(self) -> int:
-        """Entries offered and not yet durable."""
-        return self._waiting_entries
+    def seed(self) -> int:
+        """Where the checksums of the segment's entries begin."""
+        return 0 if self.version == 1 else zlib.crc32(self.salt.to_bytes(8, "little"))
 
-    @property
-    def health(self) -> Health:
-        """How it is doing, now."""
-        with self._condition:
-            return Health(
-                sum(self._sizes.values()),
-                len(self._sizes),
-                self._waiting_bytes,
-                self._failure,
-                self._syncs,
-                self._sync_s_total,
-                self.damaged_bytes,
-            )
+    def encode(self) -> bytes:
+        """The bytes of a header of this build's version."""
+        return _HEADER.pack(_MAGIC + b"%d" % VERSION, self.salt, self.began_ns)
 
-    def close(self) -> None:
-        """Make durable what waits, if the disk lets us, and stop."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
-    def _run(self) -> None:
-        try:
-            self._write_until_closed()
-        except (
-            Exception
-        ) as error:  # nobody waits for this thread: without a word, nothing would be safe ever again
-            log.exception("the journal's thread failed: please report this")
-            with self._condition:
-                self._failure = f"journal {self.directory}: {one_line(error)}: restart the collector"
+def read_header(path: Path) -> Header | None:
+    """A segment's header; None where it has none. Raises JournalError for a version this build does not know."""
+    with path.open("rb") as file:
+        return _header_of(path, file.read(_HEADER.size))
 
-    def _write_until_closed(self) -> None:
-        while True:
-            group = self._next_group()
-            if group is None:
-                return
-            while not self._commit(group):
-                with self._condition:
-                    self._condition.wait_for(lambda: self._closing, RETRY_S)
-                    if self._closing:
-                        return  # unacknowledged, so their senders still have them
-            if group:
-                with self._condition:
-                    self._waiting_bytes -= sum(len(waiting.entry.payload) for waiting in group)
-                    self._waiting_entries -= len(group)
-                self._durable([waiting.ticket for waiting in group])
 
-    def _next_group(self) -> list[_Waiting[T]] | None:
-        """Everything that waits, once something does; empty at first, so that the disk is tried at once."""
-        with self._condition:
-            if self._fd < 0:
-                return []
-            self._condition.wait_for(lambda: self._waiting or self._closing)
-            group = list(self._waiting)
-            self._waiting.clear()
-            return group or None
-
-    def _commit(self, group: Sequence[_Waiting[T]]) -> bool:
-        try:
-            # What was carried over does not count: it may be more than a small segment holds.
-            if self._fd < 0 or self._size - self._carried_size >= self._segment_bytes:
-                self._open_segment()
-            written = self._write(group) if group else 0
-            began = time.monotonic()
-            os.fdatasync(self._fd)
-            took = time.monotonic() - began
-        except OSError as error:
-            self._give_up_segment(error)
-            return False
-        with self._condition:
-            self._size += written
-            self._sizes[self._path] = self._size
-            self._syncs += 1
-            self._sync_s_total += took
-            self._failure = ""
-        self._on_sync(took)
-        return True
-
-    def _write(self, group: Sequence[_Waiting[T]]) -> int:
-        parts: list[bytes] = []
-        for waiting in group:
-            entry = waiting.entry
-            parts += (head_of(entry.kind, entry.t_ns, entry.payload), entry.payload)
-        return write_all(self._fd, parts)
-
-    def _give_up_segment(self, error: OSError) -> None:
-        with self._condition:
-            self._failure = f"journal {self.directory}: {error.strerror}"
-        if self._fd < 0:
-            return
-        try:
-            if self._size == self._carried_size:
-                # Nothing was taken into it, and a disk that stays full must not fill up with such.
-                self._path.unlink()
-                with self._condition:
-                    del self._sizes[self._path]
-            else:
-                os.ftruncate(self._fd, self._size)
-        except OSError:
-            pass  # recovery cuts a torn tail, and what it finds whole it takes once
-        finally:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _open_segment(self) -> None:
-        """Make a new segment, durable with its name, and drop the oldest beyond what is kept."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        # Whatever has the name: even what is no segment would keep a file from being made.
-        taken = self.directory.glob("*.journal")
-        last = max((int(path.stem) for path in taken if path.stem.isdigit()), default=0)
-        path = self.directory / f"{last + 1:016d}.journal"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND, 0o600)
-        try:
-            now = time.time_ns()
-            parts = [_MAGIC]
-            for stream in self._carried():
-                payload = msgspec.msgpack.encode(stream)
-                parts += (head_of(EntryKind.CARRIED, now, payload), payload)
-            size = write_all(fd, parts)
-            os.fdatasync(fd)
-            _sync_directory(self.directory)
-        except OSError:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        with self._condition:
-            self._fd, self._path, self._size, self._carried_size = fd, path, size, size
-            self._sizes[path] = size
-        self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        for path in sorted(self._sizes)[:-1]:
-            if sum(self._sizes.values()) <= self._keep_bytes:
-                return
-            path.unlink(missing_ok=True)
-            with self._condition:
-                del self._sizes[path]
+def _header_of(path: Path, data: bytes) -> Header | None:
+    if data[:7] != _MAGIC or not data[7:8].isdigit():
+        return None
+    version = int(data[7:8])
+    if version > VERSION:
+        raise JournalError(
+            f"journal segment {path.name}: version {version}, this build reads 1 to {VERSION}: upgrade stagewatch"
+        )
+    if version == 1:
+        return Header(1, 0, 0)
+    return Header(*(version, *_HEADER.unpack(data)[1:])) if len(data) == _HEADER.size else None
 
 
 class SegmentReader:
-    """Iterates the sound entries of one segment; `sound_bytes` is where they end."""
+    """Iterates the sound entries of one segment from ``start`` on. Raises JournalError for a newer version.
 
-    def __init__(self, path: Path) -> None:
+    What cannot be read is stepped over: `damaged_bytes` counts it, a torn tail included, and `end` is where the last
+    sound entry ends.
+    """
+
+    def __init__(self, path: Path, start: int = 0) -> None:
         self.path: Final = path
         self.size = path.stat().st_size
-        self.sound_bytes = 0
+        self.end = min(start, self.size)
+        self.sound_bytes = self.end
+        """Bytes of what was read, of the header, and of what lies before ``start``."""
+        self._start = self.end
+        self._search_bytes = SEARCH_MAX * self.size
+
+    @property
+    def damaged_bytes(self) -> int:
+        """Bytes that hold nothing readable; once iterated."""
+        return self.size - self.sound_bytes
 
     def __iter__(self) -> Iterator[Entry]:
         with self.path.open("rb", buffering=1 << 20) as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            header = _header_of(self.path, file.read(_HEADER.size))
+            if header is None:
                 return
-            self.sound_bytes = len(_MAGIC)
-            while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                length, crc, t_ns, kind = _HEAD.unpack(head)
-                if length > min(ENTRY_MAX, self.size - self.sound_bytes):
-                    return
-                payload = file.read(length)
-                if len(payload) < length or zlib.crc32(payload, zlib.crc32(head[_CRC_FROM:])) != crc:
-                    return
-                try:
-                    entry = Entry(EntryKind(kind), t_ns, payload)
-                except ValueError:
-                    return
-                self.sound_bytes += _HEAD.size + length
-                yield entry
+            if not self._start:
+                self.sound_bytes = self.end = header.size
+            at = self.end
+            file.seek(at)
+            while at < self.size:
+                found = self._entry_at(file, header.seed)
+                if found is None:
+                    following = self._behind_damage(file, at, header)
+                    if following is None:
+                        return
+                    at = following
+                    file.seek(at)
+                    continue
+                at += _HEAD.size + len(found.payload)
+                self.sound_bytes += _HEAD.size + len(found.payload)
+                self.end = at
+                yield found
+
+    def _entry_at(self, file: BinaryIO, seed: int) -> Entry | None:
+        """The entry that begins where the file stands; None if none does."""
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return None
+        length, crc, t_ns, kind = _HEAD.unpack(head)
+        if length > min(ENTRY_MAX, self.size - file.tell()):
+            return None
+        payload = file.read(length)
+        if len(payload) < length or zlib.crc32(payload, zlib.crc32(head[_CRC_FROM:], seed)) != crc:
+            return None
+        try:
+            return Entry(EntryKind(kind), t_ns, payload)
+        except ValueError:
+            return None
+
+    def _behind_damage(self, file: BinaryIO, at: int, header: Header) -> int | None:
+        """Where the next sound entry begins behind the damaged one at ``at``."""
+        for candidate in self._candidates(file, at, header):
+            file.seek(candidate)
+            self._search_bytes -= min(_length_at(file, candidate), self.size - candidate)
+            if self._search_bytes < 0:
+                return None
+            if self._entry_at(file, header.seed) is not None:
+                return candidate
+        return None
+
+    def _candidates(self, file: BinaryIO, at: int, header: Header) -> Iterator[int]:
+        """Where an entry may begin: first where the damaged one says it ends."""
+        announced = at + _HEAD.size + _length_at(file, at)
+        if announced < self.size:
+            yield announced
+        if header.version == 1:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for found in _KIND_AND_PADDING.finditer(data, at + 1 + _KIND_AT):
+                place = found.start() - _KIND_AT
+                if int.from_bytes(data[place : place + 4], "little") <= self.size - place - _HEAD.size:
+                    yield place
+
+
+def _length_at(file: BinaryIO, at: int) -> int:
+    """The length that an entry at ``at`` would announce; leaves the file standing there."""
+    file.seek(at)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(at)
+    return length
+
+
+def number_of(path: Path) -> int:
+    """A segment's number."""
+    return int(path.stem)
 
 
 def segments_in(directory: Path) -> list[Path]:
@@ -367,31 +232,8 @@ def read_journal(directory: Path) -> Iterator[Entry]:
         yield from SegmentReader(path)
 
 
-def head_of(kind: EntryKind, t_ns: int, payload: bytes) -> bytes:
-    """The head that goes before ``payload``."""
+def head_of(kind: EntryKind, t_ns: int, payload: bytes, seed: int = 0) -> bytes:
+    """The head that goes before ``payload`` in a segment whose checksums begin with ``seed``."""
     unchecked = _HEAD.pack(len(payload), 0, t_ns, kind)
-    crc = zlib.crc32(payload, zlib.crc32(unchecked[_CRC_FROM:]))
+    crc = zlib.crc32(payload, zlib.crc32(unchecked[_CRC_FROM:], seed))
     return _HEAD.pack(len(payload), crc, t_ns, kind)
-
-
-def write_all(fd: int, parts: Sequence[bytes]) -> int:
-    """Write every byte of ``parts``; return how many. Raises OSError."""
-    total = 0
-    pending = deque(memoryview(part) for part in parts if part)
-    while pending:
-        batch = [pending[i] for i in range(min(len(pending), _IOV_MAX))]
-        done = os.writev(fd, batch)
-        total += done
-        while pending and done >= len(pending[0]):
-            done -= len(pending.popleft())
-        if done:
-            pending[0] = pending[0][done:]
-    return total
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

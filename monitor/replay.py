@@ -19,8 +19,8 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Record
 from stagewatch.agents.ring import RingReader
 from stagewatch.agents.wire import Hello, Limits, decode_upward, evidence_of
-from stagewatch.monitor.ingest import known_margin_s
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, SegmentReader, segments_in
+from stagewatch.monitor.restoring import known_margin_s
 from stagewatch.monitor.traces import TraceFile, TraceReader, identities, new_digester, trace_file
 from stagewatch.monitor.watch import Watch
 

@@ -16,9 +16,16 @@ import msgspec
 
 from stagewatch.agents.errors import StagewatchError
 from stagewatch.monitor.incidents import Incident, Report, Severity, report
+from stagewatch.monitor.retention import Span
 
 EVENTS_KEPT: Final = 10_000
 PAGE_MAX: Final = 500
+PINS_MAX: Final = 10_000
+PIN_BEFORE_NS: Final = 60 * 10**9
+PIN_AFTER_NS: Final = 30 * 10**9
+"""Around the opening and the last change of an incident, the journal is kept for so long."""
+SETTLED_NS: Final = 3600 * 10**9
+"""An incident that did not change for so long is not expected to."""
 
 _MIGRATIONS: Final = (
     """
@@ -40,6 +47,15 @@ _MIGRATIONS: Final = (
         at_ns INTEGER NOT NULL,
         body BLOB NOT NULL
     ) STRICT;
+    """,
+    """
+    ALTER TABLE incidents ADD COLUMN opened_ns INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE incidents ADD COLUMN changed_ns INTEGER NOT NULL DEFAULT 0;
+    UPDATE incidents SET opened_ns = CASE WHEN json_valid(CAST(body AS TEXT))
+        THEN coalesce(CAST(json_extract(CAST(body AS TEXT), '$.raised_ns') AS INTEGER), 0) ELSE 0 END;
+    UPDATE incidents SET changed_ns = opened_ns;
+    CREATE INDEX incidents_by_change ON incidents (changed_ns);
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
     """,
 )
 """One script per schema version; `PRAGMA user_version` counts those applied."""
@@ -92,6 +108,8 @@ class Query:
     before: int = 0
     """Only numbers below this; 0 for the newest page."""
     limit: int = 50
+    deployments: frozenset[str] | None = None
+    """The only ones to be seen; None for all."""
 
 
 class Store:
@@ -103,18 +121,28 @@ class Store:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
+            # What was told to people must not be untold by a power cut.
+            self._db.execute("PRAGMA synchronous=FULL")
             self._migrate(path)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"incident store {path} cannot be used: {error}") from None
 
-    def apply(self, incidents: Iterable[Incident]) -> list[Event]:
-        """Store incidents, all or none; return an event for each that was new or grew."""
+    def apply(self, incidents: Iterable[Incident], judged_ns: int = 0) -> list[Event]:
+        """Store incidents, all or none; return an event for each that was new or grew.
+
+        With ``judged_ns`` they are everything that was found in evidence that arrived before then.
+        """
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     events = [event for found in incidents if (event := self._grow(found)) is not None]
+                    if judged_ns:
+                        self._db.execute(
+                            "INSERT INTO facts VALUES ('judged_ns', ?)"
+                            " ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
+                            (judged_ns,),
+                        )
                     if events:
                         self._db.execute(
                             "DELETE FROM events WHERE number <= ?", (events[-1].number - EVENTS_KEPT,)
@@ -127,15 +155,20 @@ class Store:
                 raise StoreError(f"incident store cannot be written: {error}") from None
         return events
 
-    def get(self, incident_id: str) -> Shown | None:
-        """One incident, or None."""
-        rows = self._read("SELECT number, body FROM incidents WHERE id = ?", (incident_id,))
+    def get(self, incident_id: str, deployments: frozenset[str] | None = None) -> Shown | None:
+        """One incident of the deployments that may be seen, all if None; or None."""
+        condition, parameters = _only(deployments)
+        rows = self._read(
+            f"SELECT number, body FROM incidents WHERE id = ? AND {condition}",  # noqa: S608  # a literal and question marks
+            (incident_id, *parameters),
+        )
         return _shown(*rows[0]) if rows else None
 
     def find(self, query: Query) -> list[Shown]:
         """At most ``query.limit`` incidents, newest first."""
-        conditions = ["severity >= ?"]
-        parameters: list[str | int] = [int(query.severity)]
+        condition, allowed = _only(query.deployments)
+        conditions = [condition, "severity >= ?"]
+        parameters: list[str | int] = [*allowed, int(query.severity)]
         for column, wanted in (
             ("deployment", query.deployment),
             ("instance", query.instance),
@@ -165,6 +198,46 @@ class Store:
             "SELECT number, body FROM events WHERE number > ? ORDER BY number LIMIT ?", (number, limit)
         )
 
+    def judged_ns(self) -> int:
+        """Everything found in evidence that arrived before this is here, or was removed since."""
+        rows = self._read("SELECT value, NULL FROM facts WHERE name = 'judged_ns'", ())
+        return int(rows[0][0]) if rows else 0
+
+    def knows(self, incident_id: str) -> bool:
+        """Whether an incident is here."""
+        return bool(self._read("SELECT number, NULL FROM incidents WHERE id = ?", (incident_id,)))
+
+    def pins(self) -> list[Span]:
+        """When the evidence of the incidents arrived that are here, newest first: it is to be kept."""
+        newest = "FROM incidents ORDER BY changed_ns DESC LIMIT ?"
+        rows = self._read(
+            f"SELECT opened_ns, NULL {newest}",  # noqa: S608  # a literal
+            (PINS_MAX,),
+        ) + self._read(
+            f"SELECT changed_ns, NULL {newest}",  # noqa: S608  # a literal
+            (PINS_MAX,),
+        )
+        return [Span(at - PIN_BEFORE_NS, at + PIN_AFTER_NS) for at, _ in rows]
+
+    def prune(self, most: int, keep_s: float, now_ns: int) -> int:
+        """Remove the incidents changed longest ago: those beyond ``most``, and those older than ``keep_s`` (0: any age).
+
+        What changed within `SETTLED_NS` may still grow, and stays up to twice as many.
+        """
+        settled_ns = now_ns - SETTLED_NS
+        oldest_ns = min(now_ns - int(keep_s * 1e9), settled_ns) if keep_s > 0 else 0
+        beyond = "SELECT changed_ns FROM incidents ORDER BY changed_ns DESC, number DESC LIMIT 1 OFFSET ?"
+        with self._lock:
+            try:
+                removed = self._db.execute(
+                    "DELETE FROM incidents WHERE changed_ns < ?"
+                    f" OR (changed_ns <= ({beyond}) AND changed_ns < ?) OR changed_ns <= ({beyond})",  # noqa: S608  # a literal
+                    (oldest_ns, most, settled_ns, 2 * most),
+                )
+            except sqlite3.Error as error:
+                raise StoreError(f"incident store cannot be written: {error}") from None
+        return removed.rowcount
+
     def last_event(self) -> int:
         """Number of the newest event; 0 if there was none."""
         rows = self._read("SELECT coalesce(max(number), 0) FROM events", ())
@@ -183,7 +256,7 @@ class Store:
                 raise StoreError(f"incident store cannot be read: {error}") from None
 
     def _grow(self, incident: Incident) -> Event | None:
-        body, weight = msgspec.json.encode(incident), _weight(incident)
+        body, weight, now_ns = msgspec.json.encode(incident), _weight(incident), time.time_ns()
         known = self._db.execute(
             "SELECT number, severity, weight, body FROM incidents WHERE id = ?", (incident.id,)
         ).fetchone()
@@ -191,8 +264,8 @@ class Store:
         if known is None:
             kind = "opened"
             number = self._db.execute(
-                "INSERT INTO incidents (id, deployment, instance, check_name, severity, request, weight, body)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO incidents (id, deployment, instance, check_name, severity, request, weight, body,"
+                " opened_ns, changed_ns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     incident.id,
                     incident.deployment,
@@ -202,6 +275,8 @@ class Store:
                     incident.request,
                     weight,
                     body,
+                    incident.raised_ns or now_ns,
+                    now_ns,
                 ),
             ).lastrowid
         else:
@@ -210,12 +285,12 @@ class Store:
                 return None
             kind = "raised" if incident.severity > severity else "updated"
             self._db.execute(
-                "UPDATE incidents SET severity = ?, weight = ?, body = ? WHERE number = ?",
-                (int(incident.severity), weight, body, number),
+                "UPDATE incidents SET severity = ?, weight = ?, body = ?, changed_ns = ? WHERE number = ?",
+                (int(incident.severity), weight, body, now_ns, number),
             )
         told = msgspec.json.encode(Told(kind, _show(int(number or 0), incident)))
         event = self._db.execute(
-            "INSERT INTO events (kind, at_ns, body) VALUES (?, ?, ?)", (kind, time.time_ns(), told)
+            "INSERT INTO events (kind, at_ns, body) VALUES (?, ?, ?)", (kind, now_ns, told)
         ).lastrowid
         return Event(int(event or 0), kind, told, incident)
 
@@ -227,6 +302,13 @@ class Store:
             )
         for number, script in enumerate(_MIGRATIONS[version:], version + 1):
             self._db.executescript(f"BEGIN; {script} PRAGMA user_version = {number}; COMMIT;")
+
+
+def _only(deployments: frozenset[str] | None) -> tuple[str, tuple[str, ...]]:
+    """The condition that leaves only these deployments, and its parameters."""
+    if deployments is None:
+        return "TRUE", ()
+    return f"deployment IN ({', '.join('?' * len(deployments))})", tuple(sorted(deployments))
 
 
 def _weight(incident: Incident) -> str:

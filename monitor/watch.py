@@ -86,6 +86,18 @@ class Watch:
         """Steps of all engines that have a verdict."""
         return sum(engine.steps for engine in self._engines.values())
 
+    def keys(self) -> list[tuple[str, int]]:
+        """Instance and replica of every engine."""
+        return list(self._engines)
+
+    def engine(self, key: tuple[str, int]) -> Engine | None:
+        """One engine; None if it was forgotten meanwhile."""
+        return self._engines.get(key)
+
+    def put_back(self, engine: Engine) -> None:
+        """Watch an engine from where it was saved."""
+        self._engines[engine.group.instance, engine.group.dp] = engine
+
     def states(self) -> list[EngineState]:
         """Every engine, oldest first."""
         return [engine.state() for engine in self._engines.values()]

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,10 @@ class PayloadMismatch:
     def __init__(self) -> None:
         self._received: dict[int, deque[PayloadBlock]] = {}
         """Per rank, what was received in recent steps."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For saving: each rank's payloads as one block."""
+        return {"_received": {index: deque([join(list(found))]) for index, found in self._received.items()}}
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Sent against received, then received against consumed."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,11 @@ from stagewatch.agents.lab.simulator import SimConfig, Simulator
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.record import Record
 from stagewatch.agents.wire import Limits
-from stagewatch.monitor.ingest import BatchTaken, Intake, Session, Taken
+from stagewatch.monitor.ingest import Intake
+from stagewatch.monitor.journal import Position
+from stagewatch.monitor.sessions import Session
 from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.streams import BatchTaken, Taken
 from stagewatch.monitor.watch import Watch
 
 COMPARED = (
@@ -125,7 +128,7 @@ def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> None
         left = len(load.identities) + len(load.messages)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def durable(group: list[Taken]) -> None:
+        def durable(group: Sequence[Taken], position: Position) -> None:
             nonlocal left
             try:
                 for taken in group:
@@ -138,7 +141,7 @@ def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> None
             if not left and not done.done():
                 done.set_result(None)
 
-        intake, session = Intake(settings(directory), durable), Session()  # type: ignore[arg-type]  # a list is a sequence
+        intake, session = Intake(settings(directory), durable), Session()
         intake.open()
         for message in (*load.hellos, *load.messages):
             await intake.room()

@@ -9,16 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+from service_records import identity
 from test_ingest import settings
-from test_metrics import engine
 from test_store import incident
 
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.collector import Collector
+from stagewatch.monitor.engine import Engine
 from stagewatch.monitor.incidents import Incident
-from stagewatch.monitor.states import Change, EngineState
+from stagewatch.monitor.states import Change, EngineState, RankState
 from stagewatch.monitor.store import PAGE_MAX, Event, Query
 
 TOKEN = {"Authorization": "Bearer " + "t" * 20}
@@ -43,9 +44,19 @@ class FakeWatch:
     def states(self) -> list[EngineState]:
         return self.told
 
+    def keys(self) -> list[tuple[str, int]]:
+        return []
+
+    def engine(self, key: tuple[str, int]) -> Engine | None:
+        return None
+
+    def put_back(self, engine: Engine) -> None: ...
+
 
 def state(instance: str = "life-1", dp: int = 0, wedged: str = "") -> EngineState:
-    return replace(engine(), instance=instance, dp=dp, wedged=wedged)
+    ranks = tuple(RankState(identity(stage), True, "", 10 - stage, 1, 2.5, 3) for stage in (0, 1))
+    made = EngineState("prod", instance, dp, ranks, (), 9, {"CONSISTENT": 40}, None, "")
+    return replace(made, wedged=wedged)
 
 
 @asynccontextmanager
@@ -96,9 +107,9 @@ def test_one_replica_can_be_asked_for(tmp_path: Path) -> None:
     serve(tmp_path, body, state(), state(dp=1, wedged=WHY))
 
 
-@pytest.mark.parametrize(("open_metrics", "expected"), [(False, 401), (True, 503)])
+@pytest.mark.parametrize(("open_metrics", "expected"), [("", 401), ("everyone", 503)])
 def test_without_the_token_only_where_metrics_are_open_and_without_the_reason(
-    tmp_path: Path, open_metrics: bool, expected: int
+    tmp_path: Path, open_metrics: str, expected: int
 ) -> None:
     async def body(client: httpx.AsyncClient) -> None:
         answer = await client.get("/v1/engines/life-1/healthz")
@@ -138,7 +149,7 @@ def test_a_collector_that_cannot_go_on_says_so_and_ends(tmp_path: Path) -> None:
         ended = asyncio.Event()
         collector.on_crash = ended.set
 
-        def unreadable() -> None:
+        def unreadable(start: object) -> None:
             raise OSError(5, "Input/output error")
 
         collector.intake.journal.recover = unreadable  # type: ignore[method-assign, assignment]  # a dying disk
@@ -179,7 +190,8 @@ def test_the_openapi_document_refers_to_nothing_it_lacks(tmp_path: Path) -> None
         for path, operations in document["paths"].items():
             is_open = path in ("/healthz", "/readyz")
             assert ("security" in operations["get"]) != is_open, path
-            assert ("401" in operations["get"]["responses"]) != is_open, path
+            for status in ("401", "403", "429"):
+                assert (status in operations["get"]["responses"]) != is_open, path
 
     serve(tmp_path, body)
 

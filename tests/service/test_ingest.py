@@ -13,26 +13,17 @@ from service_records import batch, batch_message, hello, identity, journalled_se
 from stagewatch.agents import wire
 from stagewatch.agents.identity import Fingerprint, Rank, Sizes
 from stagewatch.agents.wire import Ack, Downward, Limits, Refusal, Welcome
-from stagewatch.monitor.ingest import (
-    BAD_FRAMES_MAX,
-    CONFLICT_RETRY_S,
-    BatchTaken,
-    FrameRefusedError,
-    HelloTaken,
-    Intake,
-    Session,
-    Taken,
-)
+from stagewatch.monitor.ingest import CONFLICT_RETRY_S, Intake
 from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of, read_journal, segments_in
+from stagewatch.monitor.sessions import BAD_FRAMES_MAX, FrameRefusedError, Session
 from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.streams import BatchTaken, HelloTaken, Taken
 
 RANK = identity().rank
 
 
 def settings(directory: Path, **changes: Any) -> CollectorSettings:
-    made = CollectorSettings(
-        "127.0.0.1", 0, directory, "t" * 20, 1 << 20, 1 << 30, 1 << 20, 8, False, Limits()
-    )
+    made = CollectorSettings("127.0.0.1", 0, directory, "t" * 20, 1 << 20, 1 << 30, 1 << 20, 8, "", Limits())
     return replace(made, **changes)
 
 
@@ -41,7 +32,9 @@ class Door:
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         self.judged: list[Taken] = []
-        self.intake = Intake(settings(directory, **changes), self.judged.extend)
+        self.intake = Intake(
+            settings(directory, **changes), lambda group, position: self.judged.extend(group)
+        )
         self.restored = [self.intake.restore(entry) for entry in self.intake.journal.recover()]
         self.intake.open()
         self.session = Session()
@@ -94,7 +87,7 @@ def test_batches_are_acknowledged_once_durable_and_then_judged(
         door.take(batch_message(0, 3), batch_message(3, 5))
         while (ack := (await door.said())[-1]) != Ack("life-1", RANK, 5):
             assert ack == Ack("life-1", RANK, 3)
-        assert [getattr(taken, "next_seq", None) for taken in door.judged] == [None, 3, 5]
+        assert [getattr(taken, "next_seq", None) for taken in door.judged] == [0, 3, 5]
 
     at_the_door(body)
     assert journalled_seqs(tmp_path) == {"life-1.dp0.pp0.tp0": [0, 1, 2, 3, 4]}
@@ -331,7 +324,7 @@ def test_a_refused_hello_leaves_nothing_behind(at_the_door: AtTheDoor) -> None:
     async def body(door: Door) -> None:
         door.take(hello(identity(0, "life-0")))
         assert refusal_of(door, hello(identity(0, "life-1", stages=3)))[0] == "too_many"
-        door.intake.streams.clear()
+        door.intake.streams.by_key.clear()
         door.take(hello(identity(0, "life-1", stages=2)))  # its sizes were not taken from the one refused
 
     at_the_door(body, ranks_max=1)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from stagewatch.monitor.journal import (
     Carried,
     Entry,
     EntryKind,
-    Journal,
+    Position,
     SegmentReader,
     head_of,
     read_journal,
     segments_in,
 )
+from stagewatch.monitor.retention import Policy, Span
+from stagewatch.monitor.scribe import Scribe
 
 
 class Opened:
@@ -30,17 +33,24 @@ class Opened:
         carried: Sequence[Carried] = (),
         segment_bytes: int = 1 << 20,
         keep_bytes: int = 1 << 30,
+        segment_s: float = 3600,
+        keep_s: float = 0,
+        pin_bytes: int = 0,
     ) -> None:
+        self.pins: list[Span] = []
+        self.now_ns = time.time_ns()
+        self.positions_seen: list[Position] = []
         self.tickets: list[bytes] = []
         self.offered = 0
         self.positions = list(carried)
         self._arrived = threading.Condition()
-        self.journal: Journal[bytes] = Journal(
+        self.journal: Scribe[bytes] = Scribe(
             directory,
+            Policy(segment_bytes, segment_s, keep_bytes, keep_s, pin_bytes),
             durable=self._durable,
             carried=lambda: self.positions,
-            segment_bytes=segment_bytes,
-            keep_bytes=keep_bytes,
+            pins=lambda: self.pins,
+            now_ns=lambda: self.now_ns,
         )
 
     def write(self, *payloads: bytes) -> None:
@@ -54,8 +64,9 @@ class Opened:
             self.offered += 1
             self.journal.offer(Entry(EntryKind.BATCH, 7, payload), payload)
 
-    def _durable(self, group: Sequence[bytes]) -> None:
+    def _durable(self, group: Sequence[bytes], position: Position) -> None:
         with self._arrived:
+            self.positions_seen.append(position)
             self.tickets += group
             self._arrived.notify_all()
 
@@ -217,7 +228,7 @@ def test_a_disk_that_stays_full_does_not_gather_segments(directory: Path) -> Non
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagewatch.monitor.journal.RETRY_S", 0.001)
+        patch.setattr("stagewatch.monitor.scribe.RETRY_S", 0.001)
         patch.setattr(opened.journal, "_write", no_room)
         opened.offer(b"two")
         while tries < 10:
@@ -243,7 +254,7 @@ def test_an_error_of_our_own_on_its_thread_is_a_failure_that_shows(directory: Pa
     """GIVEN a thread that dies THEN readiness tells, instead of nothing ever being acknowledged again."""
     opened = Opened(directory)
 
-    def fails(tickets: Sequence[bytes]) -> None:
+    def fails(tickets: Sequence[bytes], position: Position) -> None:
         raise ZeroDivisionError
 
     opened.journal._durable = fails

@@ -154,7 +154,7 @@ class TestFile:
         store.close()
         with sqlite3.connect(path) as database:
             database.execute("PRAGMA user_version = 99")
-        with pytest.raises(StoreError, match="schema 99, this build knows 1: upgrade stagewatch"):
+        with pytest.raises(StoreError, match="schema 99, this build knows 2: upgrade stagewatch"):
             Store(path)
 
     def test_a_file_that_is_no_database_is_an_error_of_one_line(self, path: Path) -> None:
