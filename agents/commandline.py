@@ -45,7 +45,7 @@ def main(
         module.add_arguments(parser)
         if not {"-h", "--help"} & set(arguments):  # help must not fail for what it could explain
             parser.take_defaults_from(environment)
-        return int(module.run(parser.parse_args(arguments[1:])))
+        return int(module.run(parser.parse_intermixed_args(arguments[1:])))
     except StagewatchError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return USAGE_STATUS

@@ -1,7 +1,9 @@
-"""Replay: recorded evidence through the same watch as live evidence.
+"""Replay: recorded evidence through the same watch as live evidence, with time passing as it did.
 
-Sources are read side by side, always the one that is furthest behind, so that memory holds little more
-than one batch per rank however long the recording is.
+Sources are read side by side, always the one that is furthest behind, so that memory holds little more than one
+batch per rank however long the recording is. Records say when they were made: the watch is told of it, and ticks
+as the collector does, so that what only time can tell (stalls, silence) is found again. Recorded traces say nothing
+of time; there only the order of steps counts.
 """
 
 import heapq
@@ -11,157 +13,44 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
 
-from stagewatch.agents.digest import Digester
-from stagewatch.agents.errors import FrameError, RingError, StagewatchError
-from stagewatch.agents.evidence import Evidence, digest_records
+from stagewatch.agents.errors import FrameError
+from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
-from stagewatch.agents.record import Record
-from stagewatch.agents.ring import RingReader
 from stagewatch.agents.wire import Hello, Limits, decode_upward, evidence_of
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, SegmentReader, segments_in
-from stagewatch.monitor.restoring import known_margin_s
-from stagewatch.monitor.traces import TraceFile, TraceReader, identities, new_digester, trace_file
+from stagewatch.monitor.pieces import SECOND_NS, by_second, step_times
+from stagewatch.monitor.sources import Recordings, RingSource, Source, SourceError, open_recordings
+from stagewatch.monitor.ticks import Ticks
 from stagewatch.monitor.watch import Watch
 
-_BATCH_RECORDS: Final = 4096
+__all__ = ["Missing", "Recordings", "RingSource", "SourceError", "Tap", "open_recordings", "replay"]
+
 _LIMITS: Final = Limits()
-_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
-class SourceError(StagewatchError):
-    """Nothing usable where the user pointed."""
+class Tap(Protocol):
+    """Something else that looks at what is replayed, rank by rank in the order recorded."""
 
-
-class Source(Protocol):
-    """One rank's recording."""
-
-    @property
-    def identity(self) -> Identity:
-        """Whose it is."""
-        ...
-
-    def evidence(self) -> Iterator[Evidence]:
-        """What it holds, in the order it was recorded."""
+    def see(self, identity: Identity, evidence: Evidence) -> None:
+        """One batch of a rank."""
         ...
 
 
-class RingSource:
-    """A ring, live or left by a dead engine."""
+class Progress(Protocol):
+    """Somebody who wants to know how far a replay has come."""
 
-    def __init__(self, path: Path, digester: Digester) -> None:
-        self._reader = RingReader(path)
-        self._digester = digester
-
-    @property
-    def identity(self) -> Identity:
-        """The ring's rank."""
-        return self._reader.identity
-
-    def evidence(self) -> Iterator[Evidence]:
-        """All that the ring holds now; what is missing lies before the evidence that says so."""
-        next_seq = 0
-        while records := list(self._reader.read(_BATCH_RECORDS)):
-            for run in _without_gaps(records):
-                lost = run[0].seq - next_seq
-                next_seq = run[-1].seq + 1
-                yield digest_records(run, self.identity, self._digester, lost=lost, raw=True)
+    def at(self, done_bytes: int, total_bytes: int) -> None:
+        """So much of so much was read."""
+        ...
 
 
-def _without_gaps(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """The records in runs whose numbers follow one another."""
-    begin = 0
-    for place in range(1, len(records)):
-        if records[place].seq != records[place - 1].seq + 1:
-            yield list(records[begin:place])
-            begin = place
-    yield list(records[begin:])
+class _Unwatched:
+    """Nobody's progress."""
 
-
-@dataclass(frozen=True, slots=True)
-class Recordings:
-    """What is to be replayed."""
-
-    sources: tuple[Source, ...]
-    left_out: tuple[str, ...]
-    """Files of a directory that this build cannot read, each with the reason."""
-    journals: tuple[Path, ...]
-    """Directories of a collector's journal, which holds all ranks in the order of arrival."""
-
-
-def open_recordings(paths: Sequence[Path]) -> Recordings:
-    """Everything that can be replayed under the given files and directories.
-
-    Raises SourceError where a path is nothing that can be replayed, and what the readers raise.
-    """
-    try:
-        journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
-        rest = [path for path in paths if _journal_in(path) is None]
-        left_out: list[str] = []
-        sources = tuple(_open_sources(rest, left_out)) if rest else ()
-        return Recordings(sources, tuple(left_out), journals)
-    except OSError as error:
-        raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
-
-
-def _journal_in(path: Path) -> Path | None:
-    """The journal that a directory is, or that a collector's data directory holds."""
-    for directory in (path, path / "journal"):
-        if directory.is_dir() and segments_in(directory):
-            return directory
-    return None
-
-
-def _open_sources(paths: Sequence[Path], left_out: list[str]) -> list[Source]:
-    digester = new_digester()
-    traces: dict[tuple[Path, str], list[TraceFile]] = {}
-    sources: list[Source] = []
-    rings: dict[tuple[str, Rank], Path] = {}
-    for path in _files(paths):
-        trace = trace_file(path)
-        if trace is not None:
-            traces.setdefault((path.parent, trace.name), []).append(trace)
-        elif path.suffix == ".ring":
-            try:
-                ring = RingSource(path, digester)
-            except RingError as error:
-                if path in paths:
-                    raise
-                left_out.append(str(error))  # one of many in a directory: the others can still be compared
-                continue
-            other = rings.setdefault((ring.identity.instance, ring.identity.rank), path)
-            if other != path:
-                raise SourceError(f"{path} holds the same rank as {other}: give one of them")
-            sources.append(ring)
-        elif path.suffix in _COMPRESSED:
-            raise SourceError(f"{path}: compressed: unpack it first")
-        else:
-            raise SourceError(
-                f"{path}: neither a trace (NAME.rankN.jsonl), a ring (NAME.ring), nor a data directory"
-            )
-    for files in traces.values():
-        sources += [TraceReader(file, identity, digester) for file, identity in identities(files).items()]
-    if not sources:
-        raise SourceError(
-            f"{', '.join(map(str, paths))}: holds no trace (NAME.rankN.jsonl), no ring (NAME.ring) and no journal"
-            + "".join(f"; {why}" for why in left_out)
-        )
-    return sources
-
-
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    seen: set[Path] = set()
-    for path in paths:
-        if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.suffix == ".ring" or trace_file(p) is not None)
-        elif path.exists():
-            found = [path]
-        else:
-            raise SourceError(f"{path}: no such file or directory")
-        for each in found:
-            if each.resolve() not in seen:
-                seen.add(each.resolve())
-                yield each
+    def at(self, done_bytes: int, total_bytes: int) -> None:
+        """Say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,37 +61,154 @@ class Missing:
     unreadable_entries: int
 
 
-def replay(recordings: Recordings, watch: Watch) -> Missing:
-    """Feed everything to ``watch``; say that the evidence has ended."""
-    _replay_sources(recordings.sources, watch)
-    missing = [_JournalReplay(watch).run(directory) for directory in recordings.journals]
-    watch.finish()
+def replay(
+    recordings: Recordings,
+    watch: Watch | None,
+    *,
+    taps: Sequence[Tap] = (),
+    progress: Progress | None = None,
+) -> Missing:
+    """Feed everything to ``watch``, where one is given, and to the taps; say that the evidence has ended."""
+    told = progress or _Unwatched()
+    sources = recordings.sources
+    segments = [path for directory in recordings.journals for path in segments_in(directory)]
+    total = sum(source.size_bytes for source in sources) + sum(path.stat().st_size for path in segments)
+    stage = _Stage(watch, taps)
+    for _ in _merged(sources, stage):
+        told.at(sum(source.bytes_read for source in sources), total)
+    missing, done = [], sum(source.size_bytes for source in sources)
+    for directory in recordings.journals:
+        journal = _JournalReplay(_Stage(watch, taps))
+        for read in journal.run(directory):
+            told.at(done + read, total)
+        missing.append(journal.missing)
+    if watch is not None:
+        watch.finish()
+    told.at(total, total)
     return Missing(sum(m.damaged_bytes for m in missing), sum(m.unreadable_entries for m in missing))
 
 
-def _replay_sources(sources: Sequence[Source], watch: Watch) -> None:
-    """The source furthest behind first."""
-    for source in sources:
-        watch.hello(source.identity)
-    # (newest step delivered, place): heap order is the order of reading
-    queue = [(0, place) for place in range(len(sources))]
-    streams = [source.evidence() for source in sources]
+class _Stage:
+    """Where evidence goes: the watch, told the time, and the taps."""
+
+    def __init__(self, watch: Watch | None, taps: Sequence[Tap]) -> None:
+        self._watch = watch
+        self._taps = taps
+        self._ticks = Ticks()
+        self._now_ns = 0
+
+    def hello(self, identity: Identity, t_ns: int) -> None:
+        if self._watch is not None:
+            self._pass(t_ns)
+            self._watch.hello(identity, self._now_ns)
+
+    def take(self, identity: Identity, evidence: Evidence, t_ns: int) -> None:
+        if self._watch is not None:
+            self._pass(t_ns)
+            self._watch.take(identity.instance, identity.rank, evidence, -1.0, self._now_ns)
+        for tap in self._taps:
+            tap.see(identity, evidence)
+
+    def _pass(self, t_ns: int) -> None:
+        """Let time pass; it never goes back, whatever a clock said."""
+        self._now_ns = max(self._now_ns, t_ns)
+        if self._watch is not None and self._ticks.is_due(self._now_ns):
+            self._watch.tick(self._now_ns // SECOND_NS * SECOND_NS)
+
+
+def _merged(sources: Sequence[Source], stage: _Stage) -> Iterator[None]:
+    """Hand over all that the sources hold, the one furthest behind first; yields after each piece."""
+    offsets = _clock_offsets(sources)
+    streams = [_timed(source, offset) for source, offset in zip(sources, offsets, strict=True)]
+    greeted = [False] * len(sources)
+    ahead = [next(stream, None) for stream in streams]
+    for place, source in enumerate(sources):
+        if ahead[place] is None:
+            stage.hello(source.identity, 0)  # it has nothing to say, and is missing all the same
+    # (second, newest step delivered, place): heap order is the order of reading
+    queue = [(found[0] // SECOND_NS, 0, place) for place, found in enumerate(ahead) if found is not None]
+    heapq.heapify(queue)
+    if queue and queue[0][0] == 0:
+        _greet(sources, greeted, stage)
     while queue:
-        newest, place = heapq.heappop(queue)
-        found = next(streams[place], None)
+        _, newest, place = heapq.heappop(queue)
+        found, source = ahead[place], sources[place]
         if found is None:
             continue
-        identity = sources[place].identity
-        watch.take(identity.instance, identity.rank, found, -1.0, 0)
-        if found.inputs is not None and len(found.inputs.step):
-            newest = int(found.inputs.step[-1])
-        heapq.heappush(queue, (newest, place))
+        t_ns, evidence = found
+        if not greeted[place]:
+            greeted[place] = True
+            stage.hello(source.identity, t_ns)
+        stage.take(source.identity, evidence, t_ns)
+        if evidence.inputs is not None and len(evidence.inputs.step):
+            newest = int(evidence.inputs.step[-1])
+        ahead[place] = following = next(streams[place], None)
+        if following is not None:
+            heapq.heappush(queue, (following[0] // SECOND_NS, newest, place))
+        yield
+
+
+def _greet(sources: Sequence[Source], greeted: list[bool], stage: _Stage) -> None:
+    """Recordings without times: nobody is late, so everybody is expected from the start."""
+    for place, source in enumerate(sources):
+        if not greeted[place]:
+            greeted[place] = True
+            stage.hello(source.identity, 0)
+
+
+def _timed(source: Source, offset_ns: int) -> Iterator[tuple[int, Evidence]]:
+    """The source's evidence second by second, by the clock of the first source's host."""
+    newest = 0
+    for evidence in source.evidence():
+        for t_ns, piece in by_second(evidence):
+            newest = max(newest, t_ns - offset_ns if t_ns else 0)
+            yield newest, piece
+
+
+def _clock_offsets(sources: Sequence[Source]) -> list[int]:
+    """How far each source's host is ahead of its engine's first source, in nanoseconds.
+
+    All ranks run a step at about the same time, so the steps that two of them share tell how far their clocks are
+    apart. Ranks of one host share its clock.
+    """
+    offsets = [0] * len(sources)
+    by_engine: dict[str, list[int]] = {}
+    for place, source in enumerate(sources):
+        by_engine.setdefault(source.identity.instance, []).append(place)
+    for places in by_engine.values():
+        by_host: dict[str, int] = {}
+        for place in places:
+            by_host.setdefault(sources[place].identity.host, place)
+        if len(by_host) < 2:
+            continue
+        reference, *others = by_host.values()
+        known = _first_steps(sources[reference])
+        for other in others:
+            steps, mine, theirs = np.intersect1d(
+                known[0], (found := _first_steps(sources[other]))[0], return_indices=True
+            )
+            if not len(steps):
+                continue
+            apart = int(np.median(found[1][theirs] - known[1][mine]))
+            for place in places:
+                if sources[place].identity.host == sources[other].identity.host:
+                    offsets[place] = apart
+    return offsets
+
+
+def _first_steps(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    for evidence in source.evidence():
+        steps, times = step_times(evidence)
+        if len(steps):
+            return steps, times
+    return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class _Position:
     """How far one rank's stream has come."""
 
+    identity: Identity
     next_seq: int
     unheard: int = 0
     """Records that the journal once held: lost, as the next evidence will say."""
@@ -211,13 +217,14 @@ class _Position:
 class _JournalReplay:
     """A journal in the order of arrival, as the collector itself took it."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, stage: _Stage) -> None:
+        self.missing = Missing(0, 0)
+        self._stage = stage
         self._known: dict[tuple[str, Rank], _Position] = {}
 
-    def run(self, directory: Path) -> Missing:
-        """Replay all that is sound."""
-        damaged = unreadable = 0
+    def run(self, directory: Path) -> Iterator[int]:
+        """Replay all that is sound; yields bytes read so far."""
+        damaged = unreadable = before = 0
         for path in segments_in(directory):
             reader = SegmentReader(path)
             for entry in reader:
@@ -225,8 +232,10 @@ class _JournalReplay:
                     self._take(entry)
                 except (FrameError, msgspec.MsgspecError):
                     unreadable += 1
+                yield before + reader.sound_bytes
             damaged += reader.size - reader.sound_bytes
-        return Missing(damaged, unreadable)
+            before += reader.size
+        self.missing = Missing(damaged, unreadable)
 
     def _take(self, entry: Entry) -> None:
         if entry.kind is EntryKind.CARRIED:
@@ -245,12 +254,18 @@ class _JournalReplay:
         evidence = evidence_of(frame, _LIMITS)
         lost = max(frame.first_seq - position.next_seq, 0) + position.unheard
         position.next_seq, position.unheard = frame.next_seq, 0
-        evidence = replace(evidence, lost=lost)
-        margin_s = known_margin_s(frame.margin_s)
-        self._watch.take(frame.instance, frame.rank, evidence, margin_s, entry.t_ns)
+        if lost != evidence.lost:
+            evidence = replace(evidence, lost=lost)
+        self._stage.take(position.identity, evidence, entry.t_ns)
 
     def _hello(self, identity: Identity, next_seq: int, t_ns: int) -> None:
-        position = self._known.setdefault((identity.instance, identity.rank), _Position(next_seq))
+        key = (identity.instance, identity.rank)
+        position = self._known.get(key)
+        # Each segment begins with who streams: that is news only where the segment before it is gone.
+        is_news = position is None or position.identity != identity
+        position = position or self._known.setdefault(key, _Position(identity, next_seq))
+        position.identity = identity
         position.unheard += max(next_seq - position.next_seq, 0)
         position.next_seq = max(next_seq, position.next_seq)
-        self._watch.hello(identity, t_ns)
+        if is_news:
+            self._stage.hello(identity, t_ns)

@@ -1,12 +1,18 @@
-"""Incidents as text for a terminal of any width."""
+"""Incidents as text for a terminal of any width, page by page where it is long."""
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Final, Self, TextIO
 
+from stagewatch.agents.terminal import printable
 from stagewatch.monitor.incidents import Report
+
+__all__ = ["Style", "incident_text", "paged", "printable", "wrapped"]
 
 WIDTH_MIN: Final = 40
 WIDTH_MAX: Final = 100
@@ -39,17 +45,38 @@ def wrapped(text: str, style: Style, indent: str = "") -> str:
     )
 
 
-def printable(text: str) -> str:
-    """Text that may come from a client, so that it cannot steer the terminal: quoted if it tries to."""
-    return text if text.isprintable() else ascii(text)
+def paged(text: str, *, wanted: bool = True) -> None:
+    """Print text; through a pager where it is longer than the terminal, and only on one.
+
+    The pager is what PAGER says, else `less` where it is installed. It passes our colours on and ends by itself
+    where the text fits.
+    """
+    lines = shutil.get_terminal_size((80, 24)).lines
+    if not (wanted and sys.stdout.isatty() and sys.stdin.isatty()) or text.count("\n") + 2 < lines:
+        print(text)
+        return
+    given = os.environ.get("PAGER")
+    command = shlex.split(given) if given else ["less"] if shutil.which("less") else []
+    try:
+        pager = subprocess.Popen(  # noqa: S603  # the user's own choice
+            command, stdin=subprocess.PIPE, text=True, env={"LESS": "FRX", **os.environ}
+        )
+    except (OSError, ValueError, IndexError):
+        print(text)
+        return
+    try:
+        pager.communicate(text + "\n")
+    except (BrokenPipeError, KeyboardInterrupt):
+        pager.wait()
 
 
 def incident_text(incident: Report, style: Style, *, names_engine: bool = False) -> str:
     """One incident: what, where, since when, who, the chain of cause, each rank's values, the remedy."""
     lines = [style.paint(incident.severity.upper(), incident.severity) + f" {incident.check}"]
+    lines.append(f"  incident {incident.id}")
     if names_engine:
         replica = f", replica {incident.dp}" if incident.dp else ""
-        lines.append(wrapped(f"  engine {incident.instance}{replica}", style, "  "))
+        lines.append(wrapped(f"  engine {printable(incident.instance)}{replica}", style, "  "))
     about = f"request {printable(incident.request)}" if incident.request else "the engine"
     good = f", last good step {incident.last_good_step}" if incident.last_good_step else ""
     lines.append(wrapped(f"  {about}, first bad step {incident.first_bad_step}{good}", style, "  "))

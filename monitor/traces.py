@@ -8,7 +8,6 @@ run on them as on evidence from the wire.
 
 import codecs
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.digest import KEY_SIZE, Digester
+from stagewatch.agents.digest import Digester
 from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.evidence import Evidence, digest_records
 from stagewatch.agents.identity import Identity, Rank, Sizes
@@ -106,31 +105,55 @@ def trace_file(path: Path) -> TraceFile | None:
 
 
 def identities(files: Sequence[TraceFile]) -> dict[TraceFile, Identity]:
-    """Identities of the ranks of one trace. Raises TraceError if a rank is missing or doubled."""
+    """Identities of all ranks, by run. Raises TraceError if a run lacks a rank or has one twice.
+
+    Files of one name in several directories are one run where each directory lacks ranks that another has, and
+    runs of their own where each is whole.
+    """
+    found: dict[TraceFile, Identity] = {}
+    names: dict[str, list[TraceFile]] = {}
+    for file in files:
+        names.setdefault(file.name, []).append(file)
+    for name, same in names.items():
+        runs = _runs(same)
+        for run in runs:
+            instance = name if len(runs) == 1 else f"{run[0].path.absolute().parent.name}/{name}"
+            found |= _run_identities(instance, run)
+    return found
+
+
+def _runs(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
+    by_directory: dict[Path, list[TraceFile]] = {}
+    for file in files:
+        by_directory.setdefault(file.path.parent, []).append(file)
+    groups = list(by_directory.values())
+    if all({file.rank for file in group} == set(range(len(group))) and len(group) > 1 for group in groups):
+        return groups
+    return [list(files)]
+
+
+def _run_identities(instance: str, files: Sequence[TraceFile]) -> dict[TraceFile, Identity]:
     name = files[0].name
     where = f"trace {files[0].path.parent / name}"
-    ranks = sorted(file.rank for file in files)
-    count = ranks[-1] + 1
+    count = max(file.rank for file in files) + 1
     if count > RANKS_MAX:
         raise TraceError(
-            f"{where}: rank {ranks[-1]} is beyond the most this build takes ({RANKS_MAX}): correct the file's name"
+            f"{where}: rank {count - 1} is beyond the most this build takes ({RANKS_MAX}): correct the file's name"
         )
     for rank in range(count):
-        same = [file.path.name for file in files if file.rank == rank]
+        same = [str(file.path) for file in files if file.rank == rank]
         if not same:
-            raise TraceError(
-                f"{where}: rank {rank} is missing: put every {name}.rankN.jsonl of the run in one directory"
-            )
+            raise TraceError(f"{where}: rank {rank} is missing: give every {name}.rankN.jsonl of the run")
         if len(same) > 1:
             raise TraceError(f"{where}: rank {rank} comes twice, as {' and '.join(same)}: leave one out")
     if count == 1:
         raise TraceError(
-            f"{where}: only rank 0, nothing to compare: put every {name}.rankN.jsonl of the run in one directory"
+            f"{where}: only rank 0, nothing to compare: give every {name}.rankN.jsonl of the run"
         )
     return {
         file: Identity(
             deployment="replay",
-            instance=file.name,
+            instance=instance,
             rank=Rank(0, file.rank, 0),
             sizes=Sizes(1, count, 1),
             host="",
@@ -165,14 +188,31 @@ class TraceReader:
         self.cut_off = False
         self.unknown_lines = 0
         """Lines of a kind that this build does not know: left out."""
+        self.bytes_read = 0
         self._digester = digester
+        try:
+            self.size_bytes = file.path.stat().st_size
+        except OSError as error:
+            raise TraceError(f"{file.path}: cannot be read: {error.strerror}") from None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.cut_off, self.unknown_lines, self.bytes_read = False, 0, 0
         self._batch: _Batch | None = None
         self._known: set[tuple[str, int, int]] = set()
         self._step = 0
         self._sent: _Sent | None = None
 
+    def left_out(self) -> list[str]:
+        """What of the file could not be used, once it was read."""
+        told = [f"{self.file.path}: the last line is cut off and was left out"] if self.cut_off else []
+        if self.unknown_lines:
+            told.append(f"{self.file.path}: {self.unknown_lines} lines of unknown kinds were left out")
+        return told
+
     def evidence(self) -> Iterator[Evidence]:
-        """The file's evidence in order. Raises TraceError with file and line for anything unusable."""
+        """The file's evidence in order, from its beginning; TraceError with file and line for what is unusable."""
+        self._begin()
         records: list[Record] = []
         for seq, (kind, step, body) in enumerate(self._bodies()):
             records.append(Record(kind, seq, step, 0, body))
@@ -187,6 +227,7 @@ class TraceReader:
         try:
             with self.file.path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
+                    self.bytes_read += len(line)
                     if number == 1:
                         line = self._without_mark(line)
                     if not line.strip():
@@ -361,8 +402,3 @@ def _table(rows: Sequence[Sequence[int]], count: int) -> NDArray[np.int32]:
     if any(len(row) != width for row in rows):
         raise ValueError("rows of a token table differ in width")
     return np.array(rows, np.int64).reshape(count, width).astype(np.int32)
-
-
-def new_digester() -> Digester:
-    """A digester with a fresh key: digests of one replay mean nothing to another."""
-    return Digester(secrets.token_bytes(KEY_SIZE))

@@ -1,141 +1,128 @@
-"""stagewatch replay: the checks over traces, rings and journals."""
+"""stagewatch replay: the checks over recordings, and the story after the fact."""
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from stagewatch.monitor.engine import CONSISTENT, DIVERGED
-from stagewatch.monitor.incidents import Report, Severity, report
-from stagewatch.monitor.replay import open_recordings, replay
-from stagewatch.monitor.text import Style, incident_text, wrapped
-from stagewatch.monitor.traces import TraceReader
-from stagewatch.monitor.watch import Watch
+from stagewatch.monitor.incidents import Severity
+from stagewatch.monitor.progress import ProgressBar
+from stagewatch.monitor.sources import open_recordings
+from stagewatch.monitor.story.errors import NotFoundError
+from stagewatch.monitor.story.filters import Filters, paths_of, rank_number, step_range
+from stagewatch.monitor.story.teller import Teller
+from stagewatch.monitor.story.verdicts import Summary, why_nothing
+from stagewatch.monitor.text import Style, paged
 
-HELP: Final = "run alignment and checks over traces, rings or a journal"
+HELP: Final = (
+    "run the checks over recordings, and tell the story of an incident, a request, a step, two ranks"
+)
 DESCRIPTION: Final = (
-    "Run the same alignment and checks over recordings as the collector runs live. PATH is a trace "
-    "(NAME.rankN.jsonl), a ring left by an engine (NAME.ring), a directory of either, or a collector's data "
-    "directory; give all ranks of a run."
+    "Run the same alignment and checks over recordings as the collector runs live, and tell what happened. SOURCE is a "
+    "collector's data directory, a ring left by an engine (NAME.ring), a dump (`stagewatch-agent dump`), a bundle "
+    "(`stagewatch bundle`), a trace (NAME.rankN.jsonl), or a directory of these; give all ranks of a run. COMMAND is "
+    "one of: `incidents` (what was found; without COMMAND, too), `show INCIDENT` (all of one: where the ranks part, "
+    "the chain of cause, what the fixed mask changes), `request ID` (a request's whole life), `step N` (every row on "
+    "every rank), `diff RANK RANK` (two ranks, row by row). The beginning of an id is enough where only one "
+    "begins so."
 )
 EPILOG: Final = (
-    "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input, or nothing in it to compare."
+    "Exit status: 0 nothing at warning or above, 1 incidents, 2 unusable input, or nothing in it to compare; of the "
+    "other commands 0, or 2 where what is asked for is not there. A SOURCE named like a command: write ./NAME."
 )
+OPERANDS: Final = {"incidents": 0, "show": 1, "request": 1, "step": 1, "diff": 2}
+"""Commands, and how many operands each takes."""
 NOTHING_COMPARED: Final = 2
-INDETERMINATE: Final = "INDETERMINATE"
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """What ``--json`` prints."""
-
-    steps: int
-    rows: int
-    verdicts: dict[str, int]
-    indeterminate: dict[str, int]
-    """Rows of the INDETERMINATE verdict by reason."""
-    incidents: list[Report]
+_INDETERMINATE: Final = "INDETERMINATE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "paths",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="a trace, a ring, or a directory",
+        "words", nargs="+", metavar="SOURCE... [COMMAND]", help="what to replay, and what to tell"
     )
+    parser.add_argument("--check", default="", help="tell only incidents of this check")
+    parser.add_argument(
+        "--severity",
+        default="notice",
+        choices=[severity.word for severity in Severity],
+        help="tell only incidents of at least this severity",
+    )
+    parser.add_argument(
+        "--request", default="", help="tell only of this request; the beginning of its id is enough"
+    )
+    parser.add_argument(
+        "--rank", type=rank_number, help="tell only incidents in which this rank's evidence disagrees"
+    )
+    parser.add_argument(
+        "--step",
+        type=step_range,
+        default="0:",
+        metavar="A:B",
+        help="tell only of steps A to B; A:, :B and N are fine",
+    )
+    parser.add_argument("--engine", default="", help="tell only of this engine instance")
+    parser.add_argument(
+        "--raw-tokens", action="store_true", help="show what rings hold as token values, not only as digests"
+    )
+    parser.add_argument("--no-pager", action="store_true", help="print long text at once, on a terminal, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and report; return the exit status."""
-    recordings = open_recordings(args.paths)
-    watch = Watch()
+    """Replay and tell; return the exit status."""
+    sources, command, operands = parted(args.words)
+    steps = step_range(args.step) if isinstance(args.step, str) else args.step
+    filters = Filters(
+        args.check, Severity[args.severity.upper()], args.request, args.rank, steps, args.engine
+    )
+    recordings = open_recordings(paths_of(sources), raw=args.raw_tokens)
     for why in recordings.left_out:
-        print(f"stagewatch: left out: {why}", file=sys.stderr)
-    missing = replay(recordings, watch)
-    if missing.damaged_bytes or missing.unreadable_entries:
-        print(
-            f"stagewatch: journal: {missing.damaged_bytes} bytes are torn or damaged and {missing.unreadable_entries} "
-            "entries cannot be read: left out",
-            file=sys.stderr,
-        )
-    for source in recordings.sources:
-        if isinstance(source, TraceReader):
-            _say_what_is_missing(source)
-    incidents = watch.incidents()
-    found = summary(watch)
+        _say(f"left out: {why}")
+    with ProgressBar() as progress:
+        teller = Teller(recordings, filters, progress)
+        answer = _COMMANDS[command](teller, operands)
+    for why in teller.missing():
+        _say(why)
+    style = Style.for_stream(sys.stdout)
     if args.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
     else:
-        _print(found, names_engine=len(watch.states()) > 1)
-    if any(incident.severity >= Severity.WARNING for incident in incidents):
+        paged(teller.text(answer, style), wanted=not args.no_pager)
+    return _status(answer, teller) if isinstance(answer, Summary) else 0
+
+
+def parted(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """(sources, command, its operands). Raises NotFoundError where they do not fit."""
+    at = next((place for place, word in enumerate(words) if place and word in OPERANDS), len(words))
+    command = words[at] if at < len(words) else "incidents"
+    operands = words[at + 1 :]
+    if len(operands) != OPERANDS[command]:
+        takes = ("takes no more words", "takes one word more", "takes two words more")[OPERANDS[command]]
+        raise NotFoundError(f"{command} {takes}, not {len(operands)}: see `stagewatch replay --help`")
+    return words[:at], command, operands
+
+
+_COMMANDS: Final[dict[str, Callable[[Teller, list[str]], object]]] = {
+    "incidents": lambda teller, words: teller.incidents(),
+    "show": lambda teller, words: teller.show(words[0]),
+    "request": lambda teller, words: teller.request(words[0]),
+    "step": lambda teller, words: teller.step(words[0]),
+    "diff": lambda teller, words: teller.diff(words[0], words[1]),
+}
+
+
+def _status(found: Summary, teller: Teller) -> int:
+    if any(incident.severity != Severity.NOTICE.word for incident in teller.all_incidents):
         return 1
-    if found.rows == found.verdicts[INDETERMINATE]:
-        print(f"stagewatch: nothing was compared: {_why_nothing(found)}", file=sys.stderr)
+    if found.rows == found.verdicts[_INDETERMINATE]:
+        _say(f"nothing was compared: {why_nothing(found)}")
         return NOTHING_COMPARED
     return 0
 
 
-def _why_nothing(found: Summary) -> str:
-    if not found.rows:
-        return "no step is recorded: give recordings of a run that served requests"
-    return f"{_reasons(found)}: give the recordings of all ranks of the same steps"
-
-
-def _say_what_is_missing(trace: TraceReader) -> None:
-    if trace.cut_off:
-        print(f"stagewatch: {trace.file.path}: the last line is cut off and was left out", file=sys.stderr)
-    if trace.unknown_lines:
-        print(
-            f"stagewatch: {trace.file.path}: {trace.unknown_lines} lines of unknown kinds were left out",
-            file=sys.stderr,
-        )
-
-
-def summary(watch: Watch) -> Summary:
-    """The watch's verdicts and incidents, worst first, without anything that differs from run to run."""
-    counts = {CONSISTENT: 0, DIVERGED: 0, INDETERMINATE: 0}
-    reasons: dict[str, int] = {}
-    for state in watch.states():
-        for verdict, rows in state.verdicts.items():
-            if verdict in counts:
-                counts[verdict] += rows
-            else:
-                counts[INDETERMINATE] += rows
-                reasons[verdict] = reasons.get(verdict, 0) + rows
-    incidents = sorted(
-        watch.incidents(), key=lambda i: (-i.severity, i.instance, i.dp, i.first_bad_step, i.id)
-    )
-    return Summary(
-        steps=watch.steps(),
-        rows=sum(counts.values()),
-        verdicts=counts,
-        indeterminate=reasons,
-        incidents=[report(incident) for incident in incidents],
-    )
-
-
-def _reasons(found: Summary) -> str:
-    return ", ".join(
-        f"{rows} {reason.replace('_', ' ')}" for reason, rows in sorted(found.indeterminate.items())
-    )
-
-
-def _print(found: Summary, *, names_engine: bool) -> None:
-    style = Style.for_stream(sys.stdout)
-    for each in found.incidents:
-        print(incident_text(each, style, names_engine=names_engine), end="\n\n")
-    counts = ", ".join(f"{rows} {verdict}" for verdict, rows in found.verdicts.items())
-    print(wrapped(f"{found.steps} steps, {found.rows} rows: {counts}.", style))
-    if found.indeterminate:
-        print(wrapped(f"Not comparable: {_reasons(found)}.", style))
-    severities = [each.severity for each in found.incidents]
-    told = ", ".join(
-        f"{severities.count(s.word)} {s.word}" for s in reversed(Severity) if s.word in severities
-    )
-    print(wrapped(f"Incidents: {told or 'none'}.", style))
+def _say(what: str) -> None:
+    print(f"stagewatch: {what}", file=sys.stderr)

@@ -263,11 +263,11 @@ class TestUnusableInput:
         outcome = replay(tmp_path)
         assert (outcome.status, outcome.err.count("\n")) == (2, 1)
         assert (
-            "rank 0 comes twice, as good-pp2-eagle7.rank0.jsonl and good-pp2-eagle7.rank00.jsonl"
+            f"rank 0 comes twice, as {first} and {first.with_name('good-pp2-eagle7.rank00.jsonl')}"
             in outcome.err
         )
 
-    def test_ranks_in_different_directories_are_told_to_be_put_together(
+    def test_ranks_in_different_directories_are_one_run(
         self, replay: Callable[..., Outcome], tmp_path: Path
     ) -> None:
         paths = []
@@ -276,10 +276,18 @@ class TestUnusableInput:
             ranks = copied("good-pp2-eagle7", tmp_path / f"node{rank}")
             ranks[1 - rank].unlink()
             paths.append(ranks[rank])
-        outcome = replay(*paths)
-        assert (outcome.status, outcome.err.count("\n")) == (2, 1)
-        assert f"trace {tmp_path}/node0/good-pp2-eagle7: only rank 0" in outcome.err
-        assert "in one directory" in outcome.err
+        assert replay(*paths, "--json").json == replay(*TRACES.glob("good-*"), "--json").json
+        assert replay(*paths).status == replay(tmp_path / "node0", tmp_path / "node1").status == 0
+
+    def test_runs_of_one_name_in_different_directories_stay_apart(
+        self, replay: Callable[..., Outcome], tmp_path: Path
+    ) -> None:
+        for run in ("a", "b"):
+            (tmp_path / run).mkdir()
+            copied("old-mask-pp2-eagle7", tmp_path / run)
+        outcome = replay(tmp_path / "a", tmp_path / "b", "--json")
+        criticals = [i["instance"] for i in outcome.json["incidents"] if i["severity"] == "critical"]
+        assert criticals == ["a/old-mask-pp2-eagle7", "b/old-mask-pp2-eagle7"]
 
     def test_a_compressed_trace_is_told_to_be_unpacked(
         self, replay: Callable[..., Outcome], tmp_path: Path
