@@ -125,7 +125,11 @@ class Collector:
             self.intake.duplicates,
             self.hub.readers,
             self.clock.now_ns(),
-            drops={("events", "slow_reader"): self.hub.dropped_readers},
+            drops={
+                ("events", "slow_reader"): self.hub.dropped_readers,
+                ("journal", "pinned"): self._journal.health.pinned_dropped,
+                ("streams", "forgotten"): self.intake.streams.forgotten,
+            },
         )
 
     def take(self, message: bytes, session: Session) -> None:
@@ -291,6 +295,7 @@ class Collector:
             log.warning("%s", error)
             return
         if removed:
+            self.metrics.drop("store", "pruned", removed)
             log.info("%d incidents beyond what is kept were removed", removed)
 
     async def _tick_forever(self) -> None:

@@ -190,6 +190,7 @@ OBSERVERS: Final[dict[str, Callable[[Snapshot], Observed]]] = {
     "stagewatch.ingest.sessions": _single(lambda now: now.sessions),
     "stagewatch.ingest.duplicates": _single(lambda now: now.duplicates),
     "stagewatch.journal.size": _single(lambda now: now.journal.bytes_kept),
+    "stagewatch.journal.pinned": _single(lambda now: now.journal.pinned_bytes),
     "stagewatch.journal.waiting": _single(lambda now: now.journal.bytes_waiting),
     "stagewatch.journal.failing": _single(lambda now: int(bool(now.journal.failure))),
     "stagewatch.journal.damaged": _single(lambda now: now.journal.damaged_bytes),

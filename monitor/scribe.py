@@ -59,8 +59,8 @@ class Health:
     """Bytes that the last recovery cut off at the end."""
     pinned_bytes: int = 0
     """Bytes of segments kept only because they hold an incident's evidence."""
-    pinned_dropped_bytes: int = 0
-    """Bytes of such segments that had to go all the same."""
+    pinned_dropped: int = 0
+    """Such segments that had to go all the same."""
 
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class Scribe(Generic[T]):
                 self.damaged_bytes,
                 self.torn_bytes,
                 shelf.pinned_bytes,
-                shelf.pinned_dropped_bytes,
+                shelf.pinned_dropped,
             )
 
     def close(self) -> None:

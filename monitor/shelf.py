@@ -24,7 +24,8 @@ class Figures:
     kept_bytes: int
     segments: int
     pinned_bytes: int
-    pinned_dropped_bytes: int
+    pinned_dropped: int
+    """Segments of pinned evidence that had to go."""
 
 
 class Shelf:
@@ -35,7 +36,7 @@ class Shelf:
         self._policy = policy
         self._lock = threading.Lock()
         self._pinned_bytes = 0
-        self._pinned_dropped_bytes = 0
+        self._pinned_dropped = 0
         self._salts: dict[int, int] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,7 +86,7 @@ class Shelf:
                 sum(segment.size for segment in self._segments),
                 len(self._segments),
                 self._pinned_bytes,
-                self._pinned_dropped_bytes,
+                self._pinned_dropped,
             )
 
     def salt_of(self, number: int) -> int | None:
@@ -137,7 +138,7 @@ class Shelf:
         for segment in found.pinned:
             self._remove(segment)
             with self._lock:
-                self._pinned_dropped_bytes += segment.size
+                self._pinned_dropped += 1
         with self._lock:
             self._pinned_bytes = found.pinned_bytes
         if found.pinned:

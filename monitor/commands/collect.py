@@ -60,10 +60,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size at which the journal begins a new segment",
     )
     parser.add_argument(
+        "--segment-s",
+        type=bounded(1, 1 << 30, float),
+        default=3600.0,
+        help="age in seconds at which the journal begins a new segment",
+    )
+    parser.add_argument(
         "--keep-bytes",
         type=bounded(1 << 17, 1 << 50, int),
         default=8 << 30,
         help="bytes of journal to keep; the oldest segments beyond are removed",
+    )
+    parser.add_argument(
+        "--keep-s",
+        type=bounded(0, 1 << 40, float),
+        default=0.0,
+        help="seconds for which journal is kept; 0 for as long as --keep-bytes lets it",
+    )
+    parser.add_argument(
+        "--pin-bytes",
+        type=bounded(0, 1 << 50, int),
+        default=2 << 30,
+        help="bytes of journal kept beyond that because they hold the minute around an incident; the oldest beyond go",
+    )
+    parser.add_argument(
+        "--keep-incidents",
+        type=bounded(1, 1 << 40, int),
+        default=100_000,
+        help="incidents to keep; those changed longest ago go, but none that changed within the hour unless there are "
+        "twice as many",
+    )
+    parser.add_argument(
+        "--keep-incidents-s",
+        type=bounded(0, 1 << 40, float),
+        default=0.0,
+        help="seconds for which an incident is kept after its last change; 0 for as long as --keep-incidents lets it",
     )
     parser.add_argument(
         "--queue-bytes",
@@ -99,6 +130,11 @@ def run(args: argparse.Namespace) -> int:
         ranks_max=args.ranks_max,
         open_metrics=args.open_metrics,
         limits=Limits(),
+        segment_s=args.segment_s,
+        keep_s=args.keep_s,
+        pin_bytes=args.pin_bytes,
+        keep_incidents=args.keep_incidents,
+        keep_incidents_s=args.keep_incidents_s,
     )
     allow_many_files()
     collector = Collector(settings, Watch())
