@@ -33,6 +33,8 @@ class JournalHealth(Protocol):
     @property
     def failure(self) -> str: ...  # noqa: D102
     @property
+    def pinned_bytes(self) -> int: ...  # noqa: D102
+    @property
     def damaged_bytes(self) -> int: ...  # noqa: D102
 
 
