@@ -27,7 +27,10 @@ from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ingest import Intake
 from stagewatch.monitor.journal import Position
 from stagewatch.monitor.metrics import Metrics
+from stagewatch.monitor.nodes import Nodes
 from stagewatch.monitor.observers import Snapshot
+from stagewatch.monitor.otlp.push import Push
+from stagewatch.monitor.otlp.telling import Telling
 from stagewatch.monitor.recovery import Checkpoints, Hindsight, Saved
 from stagewatch.monitor.sessions import Session
 from stagewatch.monitor.settings import CollectorSettings
@@ -60,7 +63,7 @@ class Judge(Saved, Protocol):
 class Collector:
     """One collector over one data directory. Raises StagewatchError where that cannot be used."""
 
-    def __init__(self, settings: CollectorSettings, watch: Judge) -> None:
+    def __init__(self, settings: CollectorSettings, watch: Judge, push: Push | None = None) -> None:
         self.settings: Final = settings
         self.authenticator: Final = Authenticator(settings.token)
         self._lock_fd = lock_directory(settings.data_dir)
@@ -68,7 +71,9 @@ class Collector:
         self.hub: Final = Hub()
         self.sessions: Final[set[Session]] = set()
         self._watch = watch
-        self.metrics: Final = Metrics(self.snapshot)
+        self.nodes: Final = Nodes()
+        self.metrics: Final = Metrics(self.snapshot, push)
+        self._telling = Telling(push, self.engine) if push is not None else None
         self.clock: Final = Clock()
         self.intake: Final = Intake(
             settings, self._judge, self.metrics.journal_synced, self.clock, self.store.pins
@@ -84,6 +89,7 @@ class Collector:
         """On its way into the store."""
         self._unstored_wake = asyncio.Event()
         self._states: list[EngineState] = []
+        self._states_ns = self.clock.now_ns()
         self._store_failure = ""
         self._failures_told: set[str] = set()
         """Places in our own source whose errors were logged."""
@@ -114,21 +120,24 @@ class Collector:
     def engines(self) -> list[EngineState]:
         """Every engine, now. On the event loop only."""
         self._states = self._watch.states() if self._ready else []
+        self._states_ns = self.clock.now_ns()
         return self._states
 
     def snapshot(self) -> Snapshot:
-        """What metrics show; any thread."""
+        """What metrics show: the engines as they were last asked for; any thread."""
         return Snapshot(
             self._states,
             self._journal.health,
             len(self.sessions),
             self.intake.duplicates,
             self.hub.readers,
-            self.clock.now_ns(),
+            self._states_ns,
+            rings_refused=self.nodes.rings_refused(self._states_ns),
             drops={
                 ("events", "slow_reader"): self.hub.dropped_readers,
                 ("journal", "pinned"): self._journal.health.pinned_dropped,
                 ("streams", "forgotten"): self.intake.streams.forgotten,
+                **self.nodes.drops,
             },
         )
 
@@ -142,6 +151,8 @@ class Collector:
 
     async def start(self) -> None:
         """Begin: replay the journal in the background, then take frames."""
+        if self._telling is not None:
+            self._telling.start(self.metrics.now, self.metrics.drop)
         task = asyncio.create_task(self._run(), name="collector")
         task.add_done_callback(self._ended)
         self._tasks.append(task)
@@ -171,7 +182,9 @@ class Collector:
         if was_ready and self._judged is not None:
             await self._checkpoints.save(self._judged, self._found)
         self.store.close()
-        self.metrics.close()
+        if self._telling is not None:
+            await asyncio.to_thread(self._telling.close)
+        await asyncio.to_thread(self.metrics.close)
         os.close(self._lock_fd)
 
     async def _run(self) -> None:
@@ -185,6 +198,7 @@ class Collector:
         began, frames, unreadable = time.monotonic(), 0, 0
         ticks = Ticks()
         start, unstored = self._checkpoints.load()
+        self.nodes.know(self._watch.states())
         self._unstored = {incident.id: incident for incident in unstored}
         for entry in self._journal.recover(start):
             try:
@@ -227,6 +241,7 @@ class Collector:
         identity = taken.stream.identity
         if not isinstance(taken, BatchTaken):
             return self._guarded(self._hello, taken.identity, taken.t_ns)
+        self.nodes.note(taken.evidence.node, taken.t_ns)
         return self._guarded(
             self._watch.take, identity.instance, identity.rank, taken.evidence, taken.margin_s, taken.t_ns
         )
@@ -304,6 +319,9 @@ class Collector:
             now_ns = self.clock.now_ns()
             if ticks.is_due(now_ns):
                 self._tick(now_ns)
+            if self._telling is not None:
+                self.engines()  # the push reads them on a thread of its own
+                self._telling.tick(now_ns)
             await asyncio.sleep(TICK_S)
 
     async def _store_forever(self) -> None:
@@ -353,6 +371,8 @@ class Collector:
         for event in events:
             if event.kind != "updated":
                 self.metrics.incident(event.incident)
+        if self._telling is not None:
+            self._telling.tell(events, self._states, self.clock.now_ns())
         return True
 
 

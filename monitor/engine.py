@@ -24,7 +24,7 @@ from stagewatch.monitor.checks.stall import Stall
 from stagewatch.monitor.correlate import Context, Correlator
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
-from stagewatch.monitor.states import Change, EngineState, RankState
+from stagewatch.monitor.states import Change, EngineState, RankState, StepSeen
 from stagewatch.monitor.statistics import Statistics
 from stagewatch.monitor.troubles import Troubles
 from stagewatch.monitor.windows import Group, InputsWindow, lives_of
@@ -120,6 +120,7 @@ class Engine:
             margin_s=margin_s,
             lost_records=state.lost_records + evidence.lost,
             left_out_records=state.left_out_records + evidence.left_out,
+            node=evidence.node or state.node,
         )
         return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
 
@@ -194,6 +195,10 @@ class Engine:
         for name, step in islice(reversed(self._request_ids.values()), NEWCOMERS_MAX):
             if step == newest - 1:
                 yield name
+
+    def moments(self, first: int, last: int) -> Iterator[StepSeen]:
+        """What each rank recorded of steps ``first`` to ``last``, as far as they are remembered."""
+        return self._history.moments(first, last)
 
     @property
     def heard_ns(self) -> int:

@@ -5,7 +5,7 @@ columns: `History.link` finds it for a whole window at once.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, InputsBlock, join
 from stagewatch.agents.record import U64
+from stagewatch.monitor.states import StepSeen
 from stagewatch.monitor.windows import InputsWindow, PayloadWindow, Window, life_of, lives_of
 
 STEPS_KEPT: Final = 512
@@ -229,6 +230,14 @@ class History:
             repeats=(rows.digest[before] == rows.prior[before]) & (rows.sampled[before] > 0),
             complete=apart == rows.step[after] - rows.step[before],
         )
+
+    def moments(self, first: int, last: int) -> Iterator[StepSeen]:
+        """What each rank recorded of steps ``first`` to ``last``, as far as they are remembered."""
+        for window in self._inputs:
+            for at in np.flatnonzero((window.steps >= first) & (window.steps <= last)).tolist():
+                for index, block in zip(window.indices, window.blocks, strict=True):
+                    rank = window.group.ranks[index]
+                    yield StepSeen(rank, int(window.steps[at]), int(block.t_ns[at]), int(block.rows[at]))
 
     def row_at(self, step: int, row_in_step: int) -> Seen | None:
         """The row at a position of a step's batch."""

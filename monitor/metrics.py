@@ -7,8 +7,9 @@ reader of its own, and observed metrics from `stagewatch.monitor.observers`.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.metrics import MeterProvider
@@ -25,32 +26,41 @@ from stagewatch.monitor.observers import Snapshot
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 INTERNAL_PLACES: Final = ("watch", "store", "otlp")
+CLOSE_MS: Final = 3000
 INCIDENT_KEYS_MAX: Final = 16_384
 """(deployment, check, severity) counted; a sidecar chooses its deployment's name."""
 
 
-class Metrics:
-    """All instruments of one collector. `snapshot` is asked at each scrape and push, on the asker's thread.
+class Pushed(Protocol):
+    """What a push needs of the metrics, and they of it."""
 
-    ``context_of`` gives the context in which an incident's latency is recorded: its trace becomes the exemplar.
-    """
+    @property
+    def readers(self) -> Sequence[MetricReader]: ...  # noqa: D102
+    @property
+    def resource(self) -> Resource: ...  # noqa: D102
+
+    def context_of(self, incident: Incident) -> Context:
+        """The context in which an incident's latency is recorded: its trace becomes the exemplar."""
+        ...
+
+
+class Metrics:
+    """All instruments of one collector. `snapshot` is asked at each scrape and push, on the asker's thread."""
 
     def __init__(
         self,
         snapshot: Callable[[], Snapshot],
-        context_of: Callable[[Incident], Context] | None = None,
-        pushed: Sequence[MetricReader] = (),
-        resource: Resource | None = None,
+        pushed: Pushed | None = None,
     ) -> None:
         self._snapshot = snapshot
-        self._context_of = context_of
+        self._pushed = pushed
         self._lock = threading.Lock()
         self._drops: Counter[tuple[str, str]] = Counter()
         self._incidents: Counter[tuple[str, str, str]] = Counter()
         self._scraped = InMemoryMetricReader()
         self._provider = MeterProvider(
-            [self._scraped, *pushed],
-            resource=resource,
+            [self._scraped, *(pushed.readers if pushed else ())],
+            resource=pushed.resource if pushed else None,
             views=[_buckets(item.name, item.buckets) for item in INSTRUMENTS if item.buckets],
             shutdown_on_exit=False,
         )
@@ -111,7 +121,7 @@ class Metrics:
         if incident.severity > Severity.NOTICE and incident.raised_ns >= incident.first_bad_ns > 0:
             seconds = (incident.raised_ns - incident.first_bad_ns) / 1e9
             labels = dict(zip(("deployment", "check", "severity"), key, strict=True))
-            context = self._context_of(incident) if self._context_of else None
+            context = self._pushed.context_of(incident) if self._pushed else None
             self._histograms["stagewatch.detection.latency"].record(seconds, labels, context)
 
     def scrape(self, accept: str = "", deployments: frozenset[str] | None = None) -> tuple[bytes, str]:
@@ -128,8 +138,9 @@ class Metrics:
         return self.scrape("", deployments)[0]
 
     def close(self) -> None:
-        """Stop the provider: what is pushed is pushed once more."""
-        self._provider.shutdown()
+        """Stop the provider: what is pushed is pushed once more, if that does not take longer than `CLOSE_MS`."""
+        with suppress(Exception):  # the receiver is gone, or slow
+            self._provider.shutdown(CLOSE_MS)
 
 
 def _buckets(name: str, bounds: Sequence[float]) -> View:

@@ -18,6 +18,17 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSeen:
+    """One rank's step, as it recorded it."""
+
+    rank: Rank
+    step: int
+    t_ns: int
+    """The rank's wall clock when the step's inputs were ready."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """One rank as last heard of."""
 

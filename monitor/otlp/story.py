@@ -23,6 +23,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from stagewatch.agents.identity import Rank
 from stagewatch.monitor.incidentlog import line_of
 from stagewatch.monitor.incidents import Incident, Severity
+from stagewatch.monitor.states import StepSeen
 
 EVENT_NAME: Final = "stagewatch.incident"
 SCOPE: Final = InstrumentationScope("stagewatch")
@@ -36,17 +37,6 @@ _SEVERITIES: Final = {
 """As OpenTelemetry maps syslog's notice, warning and critical (logs data model, appendix B)."""
 
 Attributes = dict[str, str | bool | int | tuple[int, ...] | tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSeen:
-    """One rank's step, as it recorded it."""
-
-    rank: Rank
-    step: int
-    t_ns: int
-    """The rank's wall clock when the step's inputs were ready."""
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)

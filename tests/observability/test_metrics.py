@@ -1,12 +1,12 @@
 """Metrics: what is declared is what Prometheus sees, and no longer than there is something to tell."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 from service_records import identity
@@ -17,6 +17,7 @@ from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, LABELS, RECORD_DROPS
 from stagewatch.monitor.metrics import Metrics
 from stagewatch.monitor.observers import ENDED_S, ENGINES_MAX, FORGOTTEN_S, OBSERVERS, Snapshot
+from stagewatch.monitor.otlp.story import context_of, request_context
 from stagewatch.monitor.states import EngineState, RankState, Trouble
 
 S = 10**9
@@ -24,7 +25,7 @@ NOW_NS = 5000 * S
 
 
 class Journal:
-    bytes_kept, bytes_waiting, failure, damaged_bytes = 10, 1, "", 0
+    bytes_kept, bytes_waiting, failure, damaged_bytes, pinned_bytes = 10, 1, "", 0, 0
 
 
 def rank(stage: int, **changed: Any) -> RankState:
@@ -58,8 +59,8 @@ def snapshot(*engines: EngineState, **changed: Any) -> Snapshot:
     return replace(Snapshot(engines, Journal(), 1, 0, 0, NOW_NS), **changed)
 
 
-def metrics_of(*engines: EngineState, context_of: Callable[[Any], Context] | None = None) -> Metrics:
-    return Metrics(lambda: snapshot(*engines), context_of)
+def metrics_of(*engines: EngineState, pushed: Any = None) -> Metrics:
+    return Metrics(lambda: snapshot(*engines), pushed)
 
 
 def samples(metrics: Metrics) -> list[tuple[str, dict[str, str], float]]:
@@ -243,10 +244,12 @@ def test_a_token_for_some_deployments_sees_their_series_alone() -> None:
 class TestExemplars:
     OPEN = "application/openmetrics-text; version=1.0.0"
 
-    def context(self, found: Any) -> Context:
-        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-        span = trace.SpanContext(int(found.id, 16), 7, is_remote=False, trace_flags=flags)
-        return trace.set_span_in_context(trace.NonRecordingSpan(span))
+    class Traced:
+        readers: Sequence[Any] = ()
+        resource = Resource({})
+
+        def context_of(self, found: Any) -> Context:
+            return context_of(found)
 
     def exemplars(self, metrics: Metrics) -> dict[str, dict[str, str]]:
         text, content_type = metrics.scrape(self.OPEN)
@@ -259,10 +262,11 @@ class TestExemplars:
         }
 
     def test_the_latency_histogram_points_to_the_trace_at_every_scrape(self) -> None:
-        metrics = metrics_of(context_of=self.context)
+        metrics = metrics_of(pushed=self.Traced())
         found = incident(severity=Severity.CRITICAL, first_bad_ns=S, raised_ns=S + S // 5)
         metrics.incident(found)
-        expected = {"0.25": {"trace_id": f"{int(found.id, 16):032x}", "span_id": f"{7:016x}"}}
+        own = request_context(found)
+        expected = {"0.25": {"trace_id": f"{own.trace_id:032x}", "span_id": f"{own.span_id:016x}"}}
         assert self.exemplars(metrics) == expected
         assert self.exemplars(metrics) == expected
 
