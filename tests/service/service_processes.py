@@ -37,6 +37,7 @@ class Process:
 
     def __init__(self, arguments: list[str | Path], log: Path, **environment: str) -> None:
         self.log = log
+        self.arguments = arguments
         cleared = {name: value for name, value in os.environ.items() if not name.startswith("STAGEWATCH_")}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
