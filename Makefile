@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup test test-slow test-vllm lint format docs demo bench soak clean
+.PHONY: help setup test test-slow test-vllm test-page screenshots lint format docs demo bench soak clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,6 +45,14 @@ test-slow: setup ## longer tests: many seeds, many processes
 test-vllm: setup ## the real vLLM engine on CPU, in an environment of its own
 	tests/vllm/setup_env.sh
 	$(PYTEST) -m vllm --timeout 900
+
+test-page: setup ## the live page in Debian's Chromium, in front of a real pipeline
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
+	$(PYTEST) -m page
+
+screenshots: setup ## pictures of the live page for the README, from a real run
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
+	$(BIN)/python tests/page/screenshots.py
 
 lint: setup ## formatting, lint, types, import contract
 	$(BIN)/ruff format --check .

@@ -150,18 +150,19 @@ class EngineView {
 
   lanes() {
     const { model } = this;
-    const unknown = (step) => model.reason(step) ? { kind: "unknown", state: 0 } : null;
+    const reasons = new Map();
+    const unknown = (step) => {
+      if (!reasons.has(step)) reasons.set(step, model.reason(step));
+      return reasons.get(step) ? { kind: "unknown", state: 0 } : null;
+    };
     if (this.zoom === "requests") {
-      const wanted = this.rank === "" ? null : Number(this.rank);
       this.lattice.lane = 14;
-      return model.lanes(Math.max(1, this.lattice.first), this.lattice.last, this.request).map((lane) => ({
-        name: lane.request,
-        cell: (step) => {
-          const cell = lane.cells.get(step);
-          if (!cell) return null;
-          return wanted !== null && cell.state & DIFFERS && !cell.ranks.includes(wanted) ? { ...cell, state: cell.state & PREFILL } : cell;
-        },
-      }));
+      const key = [model.version, this.lattice.first, this.lattice.last, this.request, this.rank].join(" ");
+      if (key !== this.laned) {
+        this.laned = key;
+        this.byRequest = this.requestLanes();
+      }
+      return this.byRequest;
     }
     const ranks = this.ranks();
     this.lattice.lane = ranks.length > 24 ? 12 : 22;
@@ -169,6 +170,20 @@ class EngineView {
     return this.names().map((name, index) => ({ name, index, early: ranks[index].pp < early }))
       .filter(({ index }) => this.rank === "" || index === Number(this.rank))
       .map(({ name, index, early }) => ({ name, cell: (step) => this.rankCell(step, index, early) ?? unknown(step) }));
+  }
+
+  requestLanes() {
+    const wanted = this.rank === "" ? null : Number(this.rank);
+    const first = Math.max(1, this.lattice.first);
+    return this.model.lanes(first, this.lattice.last, this.request).map((lane) => ({
+      name: lane.request,
+      cell: (step) => {
+        const cell = lane.cells.get(step);
+        if (!cell) return null;
+        const elsewhere = wanted !== null && cell.state & DIFFERS && !cell.ranks.includes(wanted);
+        return elsewhere ? { ...cell, state: cell.state & PREFILL } : cell;
+      },
+    }));
   }
 
   rankCell(step, index, early) {

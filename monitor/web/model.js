@@ -8,6 +8,7 @@ export class Model {
 
   clear() {
     this.revision = 0;
+    this.version = (this.version ?? 0) + 1;
     this.steps = new Map();
     this.order = [];
     this.uncompared = [];
@@ -20,6 +21,7 @@ export class Model {
     if (view.revision < this.revision) this.clear();
     const changed = view.step.length > 0 || view.uncompared.length > 0;
     this.revision = view.revision;
+    if (changed) this.version++;
     this.detailed = detailed;
     let start = 0, fresh = false;
     view.step.forEach((step, at) => {
