@@ -77,6 +77,9 @@ bench: setup ## probe, collector and fault-to-alert figures, each beside a refer
 soak: setup ## ten million request-steps with every legitimate event: no incident
 	$(BIN)/python tests/checks/soak.py --request-steps 10000000
 
+chaos: setup ## kill, stop and restart everything for an hour or so, by a seed that is printed
+	$(BIN)/python tests/chaos/chaos.py --runs $(or $(RUNS),60) --seconds 40 $(if $(SEED),--seed $(SEED))
+
 soak-memory: setup ## half an hour of 50 000 rows a second: the collector's memory stays flat (docs/durability.md)
 	$(BIN)/python tests/chaos/soak_memory.py --json docs/soak-memory.json --svg docs/img/soak-memory.svg
 
