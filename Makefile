@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup test test-slow test-vllm test-page screenshots lint format docs demo bench soak clean
+.PHONY: help setup test test-slow test-vllm test-page screenshots lint format docs demo bench soak soak-memory chaos clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets

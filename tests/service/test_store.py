@@ -6,8 +6,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stagewatch.monitor import store as store_module
 from stagewatch.monitor.incidents import Incident, Link, Severity
-from stagewatch.monitor.store import EVENTS_KEPT, PAGE_MAX, Query, Store, StoreError, Told
+from stagewatch.monitor.retention import Span
+from stagewatch.monitor.store import (
+    EVENTS_KEPT,
+    PAGE_MAX,
+    PIN_AFTER_NS,
+    PIN_BEFORE_NS,
+    Query,
+    Store,
+    StoreError,
+    Told,
+)
 
 
 def incident(
@@ -162,3 +173,103 @@ class TestFile:
         with pytest.raises(StoreError, match="cannot be used: file is not a database") as caught:
             Store(path)
         assert "\n" not in str(caught.value)
+
+
+def at_schema(path: Path, version: int) -> sqlite3.Connection:
+    """A store as a build with so many migrations made it."""
+    database = sqlite3.connect(path, isolation_level=None)
+    for number, script in enumerate(store_module._MIGRATIONS[:version], 1):
+        database.executescript(f"BEGIN; {script} PRAGMA user_version = {number}; COMMIT;")
+    return database
+
+
+class TestMigrations:
+    @pytest.mark.parametrize("version", range(len(store_module._MIGRATIONS)))
+    def test_every_earlier_schema_is_brought_up_with_what_it_holds(self, path: Path, version: int) -> None:
+        # GIVEN a store of an earlier build with an incident in it
+        database = at_schema(path, version)
+        if version >= 1:
+            body = msgspec.json.encode(incident(7))
+            database.execute(
+                "INSERT INTO incidents (id, deployment, instance, check_name, severity, request, weight, body)"
+                " VALUES (?, 'prod', 'life-1', 'excluded-row', 1, 'request-7', '', ?)",
+                (incident(7).id, body),
+            )
+        database.close()
+        # WHEN this build opens it, twice
+        Store(path).close()
+        store = Store(path)
+        # THEN it is there, pinned by the time it told, and grows on
+        assert [found.request for found in store.find(Query())] == (["request-7"] if version else [])
+        if version:
+            assert Span(200 - PIN_BEFORE_NS, 200 + PIN_AFTER_NS) in store.pins()
+            assert [e.kind for e in store.apply([incident(7, Severity.CRITICAL)])] == ["raised"]
+
+    def test_a_body_of_another_build_does_not_keep_the_store_shut(self, path: Path) -> None:
+        database = at_schema(path, 1)
+        database.execute(
+            "INSERT INTO incidents (id, deployment, instance, check_name, severity, request, weight, body)"
+            " VALUES ('x', '', '', '', 1, '', '', CAST('no json' AS BLOB))"
+        )
+        database.close()
+        assert Store(path).pins() == [Span(-PIN_BEFORE_NS, PIN_AFTER_NS)] * 2
+
+    def test_a_migration_that_was_interrupted_is_made_again(self, path: Path) -> None:
+        """SQLite's own transactions are DDL, too: whatever the moment, the schema is the old or the new one."""
+        at_schema(path, 1).close()
+        database = sqlite3.connect(path, isolation_level=None)
+        database.execute("BEGIN")
+        database.execute("ALTER TABLE incidents ADD COLUMN opened_ns INTEGER NOT NULL DEFAULT 0")
+        database.close()  # as a killed process leaves it: nothing was committed
+        assert Store(path).apply([incident()])[0].kind == "opened"
+
+
+HOUR = 3600 * 10**9
+
+
+class TestPrune:
+    def filled(self, path: Path, *ages_h: float) -> Store:
+        store = Store(path)
+        store.apply([incident(number) for number in range(1, len(ages_h) + 1)])
+        with sqlite3.connect(path) as database:
+            for number, age_h in enumerate(ages_h, 1):
+                database.execute(
+                    "UPDATE incidents SET changed_ns = ? WHERE number = ?",
+                    (int((1000 - age_h) * HOUR), number),
+                )
+        return store
+
+    def left(self, store: Store, most: int, keep_h: float = 0) -> list[int]:
+        store.prune(most, keep_h * 3600, 1000 * HOUR)
+        return [found.number for found in store.find(Query())]
+
+    def test_those_changed_longest_ago_go(self, path: Path) -> None:
+        assert self.left(self.filled(path, 5, 9, 3, 7), 2) == [3, 1]
+
+    def test_those_too_old_go_though_there_is_room(self, path: Path) -> None:
+        assert self.left(self.filled(path, 5, 9, 3, 7), 100, 6) == [3, 1]
+
+    def test_what_may_still_grow_stays(self, path: Path) -> None:
+        assert self.left(self.filled(path, 5, 0.9, 0.5, 0.1), 2) == [4, 3, 2]
+
+    def test_but_not_beyond_twice_the_bound(self, path: Path) -> None:
+        assert self.left(self.filled(path, 0.5, 0.4, 0.3, 0.2, 0.1), 2) == [5, 4, 3, 2]
+
+    def test_pins_follow(self, path: Path) -> None:
+        store = self.filled(path, 5, 9)
+        assert self.left(store, 1) == [1]
+        assert {(span.last_ns - PIN_AFTER_NS) for span in store.pins()} == {200, 995 * HOUR}
+
+
+class TestJudged:
+    def test_it_only_advances_and_survives(self, store: Store, path: Path) -> None:
+        assert store.judged_ns() == 0
+        store.apply([incident(1)], 50)
+        store.apply([incident(2)], 40)
+        store.close()
+        assert Store(path).judged_ns() == 50
+
+    def test_it_does_not_advance_with_what_could_not_be_stored(self, store: Store) -> None:
+        with pytest.raises(StoreError):
+            store.apply([incident(1), incident(2, deployment=None)], 50)
+        assert store.judged_ns() == 0
