@@ -7,6 +7,9 @@ into batches or in which order ranks delivered it: a replay says what was said l
 
 Each rank's evidence comes in the order it was recorded. Once a rank has delivered a step, any step below that it did
 not deliver is missing for good; and a payload that it has not delivered `deferral_steps` later never comes.
+
+A step at which ranks' batches have no row in common is held back until the batches that follow tell whether a rank
+counts otherwise than the others (see `shifts`).
 """
 
 from collections import Counter
@@ -18,9 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, Evidence, InputsBlock, slice_steps
+from stagewatch.monitor.blocks import KINDS, BlockKind, select
 from stagewatch.monitor.calls import Calls, Names
-from stagewatch.monitor.checks.base import Chunk, Unaligned
-from stagewatch.monitor.lanes import OPEN, BlockKind, Lane, select
+from stagewatch.monitor.checks.base import Chunk, Shifted, Unaligned
+from stagewatch.monitor.gaps import OPEN
+from stagewatch.monitor.lanes import Lane
+from stagewatch.monitor.ordinals import Shift
+from stagewatch.monitor.shifts import Batches, Verdict, doubtful, judge, reference
 from stagewatch.monitor.windows import Group, Window
 
 RANK_MISSING: Final = "rank_missing"
@@ -29,6 +36,8 @@ GAP: Final = "gap"
 """A rank went past the step without delivering it: its ring was overrun, or its stream lost it."""
 BATCH_DIFFERS: Final = "batch_differs"
 """Ranks recorded different batches under one ordinal, so rows have no counterpart."""
+ORDINALS_SHIFTED: Final = "ordinals_shifted"
+"""A rank counted its batches otherwise than the others, and these have no counterpart on record."""
 NOT_CONSUMED: Final = "not_consumed"
 """The evidence ended before every rank had consumed its updates and prepared the step."""
 
@@ -58,49 +67,89 @@ class Aligner:
         self.lanes: Final = tuple(Lane(group.sizes.pp, self.names) for _ in group.ranks)
         self.judged = 0
         """Every step up to this ordinal has been handed out or given up."""
-        self._upto: dict[BlockKind, int] = dict.fromkeys(
-            ("inputs", "mask", "sent", "received", "consumed"), 0
-        )
+        self._upto: dict[BlockKind, int] = dict.fromkeys(KINDS, 0)
         self._comparable: I64 = np.zeros(0, np.int64)
         """Steps whose inputs were aligned and whose later parts were not yet handed out."""
         self._early: Final = tuple(i for i in range(len(self.lanes)) if i not in group.last_stage)
+        self._looked_at: dict[int, Verdict] = {}
+        """Steps not yet handed out at which ranks' batches have no row in common."""
 
     def push(self, index: int, evidence: Evidence) -> Calls:
         """Add evidence of the rank at ``index``; return the calls in it that are new."""
         return self.lanes[index].push(evidence, self._upto)
 
-    def advance(self, *, absent: frozenset[int] = frozenset(), final: bool = False) -> Aligned | None:
+    def advance(
+        self, *, absent: frozenset[int] = frozenset(), final: bool = False, patient: bool = True
+    ) -> Aligned | None:
         """Hand out what is complete. ``absent`` are rank indices no longer waited for.
 
-        With ``final`` nobody is waited for: the evidence has ended.
+        With ``final`` nobody is waited for: the evidence has ended. Without ``patience`` what is on record must tell
+        whether a rank's ordinals are off.
         """
-        upto = self._horizons(absent, final)
-        if upto == self._upto and not final:
-            return None
         reasons: Counter[str] = Counter()
+        shifted: list[Shifted] = []
+        held = OPEN
+        while True:
+            upto = self._horizons(absent, final)
+            if upto == self._upto and not final and not shifted:
+                return None
+            inputs = [lane.take("inputs", OPEN if final else upto["inputs"]) for lane in self.lanes]
+            doubts = self._doubts(inputs)
+            if not doubts:
+                break
+            for lane, block in zip(self.lanes, inputs, strict=True):
+                if block is not None:
+                    lane.put_back(block)
+            found = self._look_at(doubts, absent, patient and not final and not self._overfull())
+            if isinstance(found, Shifted):
+                shifted.append(found)
+                continue
+            if found is not None:
+                held = found
+                upto = {kind: min(step, held - 1) for kind, step in upto.items()}
+            if upto == self._upto and not final and not shifted:
+                return None
+            inputs = [lane.take("inputs", OPEN if final else upto["inputs"]) for lane in self.lanes]
+            break
+        # A batch that a rank did not count may have left its calls under the step before the one held back.
+        left = tuple(min(lane.newest, held - 1) - 1 for lane in self.lanes)
+        return self._hand_out(inputs, upto, left, reasons, tuple(shifted), final)
+
+    def _hand_out(
+        self,
+        inputs: Sequence[InputsBlock | None],
+        upto: dict[BlockKind, int],
+        left: tuple[int, ...],
+        reasons: Counter[str],
+        shifted: tuple[Shifted, ...],
+        final: bool,
+    ) -> Aligned:
         taken = {
-            kind: [lane.take(kind, OPEN if final else upto[kind]) for lane in self.lanes] for kind in upto
+            kind: [lane.take(kind, OPEN if final else upto[kind]) for lane in self.lanes]
+            for kind in upto
+            if kind != "inputs"
         }
-        inputs, unaligned = self._inputs(taken["inputs"], reasons, final)
-        self._remember_comparable(inputs)
-        left = OPEN if final else upto["inputs"] - 1
-        calls = tuple(lane.take_calls(left) for lane in self.lanes)
+        aligned, unaligned = self._inputs(inputs, reasons, final)
+        self._remember_comparable(aligned)
+        behind = OPEN if final else upto["inputs"] - 1
+        calls = tuple(lane.take_calls(behind) for lane in self.lanes)
         ahead = self._ahead(upto["mask"])
         binds = tuple(
             (index, found)
             for index, lane in enumerate(self.lanes)
-            if (found := lane.take_binds(left)) is not None
+            if (found := lane.take_binds(behind)) is not None
         )
         chunk = Chunk(
-            inputs=inputs,
+            inputs=aligned,
             mask=self._same_steps(taken["mask"], range(len(self.lanes))),
             sent=self._same_steps(taken["sent"], self.group.last_stage),
             received=self._blocks(taken["received"], self._early, compared=True),
             consumed=self._blocks(taken["consumed"], self._early, compared=False),
             unaligned=unaligned,
+            shifted=shifted,
             gaps=tuple(gap for lane in self.lanes for gap in lane.gaps),
             calls=calls,
-            left=tuple(lane.newest - 1 for lane in self.lanes),
+            left=left,
             ahead=ahead,
             names=self.names,
             binds=binds,
@@ -108,13 +157,56 @@ class Aligner:
         self._settle(upto)
         return Aligned(chunk, dict(reasons), self.judged)
 
+    # ---- ranks that count otherwise
+
+    def _doubts(self, blocks: Sequence[InputsBlock | None]) -> list[int]:
+        """Steps that all ranks have, at which their batches may have no row in common and nobody has looked yet."""
+        present = [block for block in blocks if block is not None]
+        if len(present) < len(blocks) or len(blocks) < 2:
+            return []
+        kept = self._in_common(present)
+        if kept is None:
+            return []
+        steps = [int(kept[0].step[place]) for place in doubtful(kept, _fingerprints_agree(kept))]
+        return [step for step in steps if step not in self._looked_at]
+
+    def _look_at(self, doubts: list[int], absent: frozenset[int], patient: bool) -> Shifted | int | None:
+        """Judge doubtful steps in turn: a shift that was found and applied, or the step to wait before, or None."""
+        waiting = [lane.waiting() for lane in self.lanes]
+        batches = [Batches(block) for block in waiting if block is not None]
+        heard = [lane for index, lane in enumerate(self.lanes) if index not in absent]
+        newest = min(lane.newest for lane in heard) if patient else max(lane.newest for lane in heard)
+        for step in doubts:
+            first, odd = reference(batches, step)
+            verdicts = [judge(batches[i], batches[first], step, newest - step, patient=patient) for i in odd]
+            for index, verdict in zip(odd, verdicts, strict=True):
+                if isinstance(verdict, int):
+                    return self._shift(index, step, verdict, odd)
+            if Verdict.WAIT in verdicts:
+                return step
+            unclear = Verdict.UNCLEAR in verdicts
+            self._looked_at[step] = Verdict.UNCLEAR if unclear else Verdict.OTHER_BATCH
+        return None
+
+    def _shift(self, index: int, step: int, batches: int, odd: tuple[int, ...]) -> Shifted:
+        """Renumber whoever lacks batches that another rank has."""
+        block = self.lanes[index].waiting()
+        t_ns = 0 if block is None else int(block.t_ns[np.searchsorted(block.step, step)])
+        others = tuple(i for i in range(len(self.lanes)) if i != index)
+        renumbered = others if batches > 0 else (index,)
+        shift = Shift(step, abs(batches))
+        for each in renumbered:
+            self.lanes[each].shift(shift)
+        outvoted = 2 * len(odd) < len(self.lanes) > 2
+        return Shifted(index, batches, renumbered, shift, outvoted, t_ns)
+
     # ---- how far
 
     def _horizons(self, absent: frozenset[int], final: bool) -> dict[BlockKind, int]:
         """The last step of each kind that may be handed out now."""
         lanes = [lane for index, lane in enumerate(self.lanes) if index not in absent]
         newest = max(lane.newest for lane in self.lanes)
-        if final or any(lane.pending_rows > PENDING_ROWS_MAX for lane in self.lanes):
+        if final or self._overfull():
             inputs = mask = payloads = newest
         else:
             inputs = min((lane.newest for lane in lanes), default=0)
@@ -135,6 +227,9 @@ class Aligner:
             "consumed": inputs,
         }
 
+    def _overfull(self) -> bool:
+        return any(lane.pending_rows > PENDING_ROWS_MAX for lane in self.lanes)
+
     def _ahead(self, masks_to: int) -> tuple[Calls, ...]:
         """Calls of steps that not every rank has left; none of steps whose masks are still to be looked at."""
         ahead = [lane.calls_ahead for lane in self.lanes]
@@ -149,10 +244,10 @@ class Aligner:
         self.judged = upto["inputs"]
         done = min(upto["mask"], upto["sent"], upto["received"])
         self._comparable = self._comparable[self._comparable > done]
-        oldest = done - 4 * self._deferral_steps
         for lane in self.lanes:
-            if lane.gaps and lane.gaps[0][1] < oldest:
-                lane.gaps = [gap for gap in lane.gaps if gap[1] >= oldest]
+            lane.gaps.forget(done - 4 * self._deferral_steps)
+            lane.lacking.forget(self.judged + 1)
+        self._looked_at = {step: found for step, found in self._looked_at.items() if step > self.judged}
 
     # ---- what
 
@@ -162,8 +257,7 @@ class Aligner:
         present = [block for block in blocks if block is not None]
         if not present:
             return None, ()
-        first = present[0].step
-        if len(present) == len(blocks) and all(np.array_equal(first, block.step) for block in present[1:]):
+        if len(present) == len(blocks) and _same_step_columns(present):
             return self._same_batches(present, reasons)
         union = np.unique(np.concatenate([block.step for block in present]))
         common = union
@@ -172,10 +266,18 @@ class Aligner:
             has = np.isin(union, steps)
             self._count_missing(present, union[~has & np.isin(union, common)], lane, reasons, final)
             common = common[np.isin(common, steps)]
-        if not len(common):
-            return None, ()
-        kept = [select(block, np.isin(block.step, common)) for block in present]
-        return self._same_batches(kept, reasons)
+        kept = self._in_common(present) if len(common) else None
+        return (None, ()) if kept is None else self._same_batches(kept, reasons)
+
+    @staticmethod
+    def _in_common(blocks: Sequence[InputsBlock]) -> list[InputsBlock] | None:
+        """The steps that all blocks have; None if there are none."""
+        if _same_step_columns(blocks):
+            return list(blocks)
+        common = blocks[0].step
+        for block in blocks[1:]:
+            common = common[np.isin(common, block.step)]
+        return [select(block, np.isin(block.step, common)) for block in blocks] if len(common) else None
 
     def _count_missing(
         self, blocks: list[InputsBlock], steps: I64, lane: Lane, reasons: Counter[str], final: bool
@@ -183,14 +285,18 @@ class Aligner:
         """Count the rows of steps that a lane lacks, each step once."""
         if not len(steps):
             return
-        rows = np.zeros(len(steps), np.int64)
-        for block in blocks:
-            _, at, place = np.intersect1d(steps, block.step, assume_unique=True, return_indices=True)
-            rows[at] = np.maximum(rows[at], block.rows[place])
-        passed = steps < lane.newest
+        rows = _rows_of(steps, blocks)
+        uncounted = np.zeros(len(steps), np.bool_)
+        for first, last in lane.lacking:
+            uncounted |= (first <= steps) & (steps <= last)
+        passed = (steps < lane.newest) & ~uncounted
         behind = NOT_CONSUMED if final and lane.heard else RANK_MISSING
-        for reason, count in ((GAP, int(rows[passed].sum())), (behind, int(rows[~passed].sum()))):
-            if count:
+        for reason, which in (
+            (ORDINALS_SHIFTED, uncounted),
+            (GAP, passed),
+            (behind, ~passed & ~uncounted),
+        ):
+            if count := int(rows[which].sum()):
                 reasons[reason] += count
 
     def _same_batches(
@@ -198,8 +304,13 @@ class Aligner:
     ) -> tuple[Window[InputsBlock] | None, tuple[Unaligned, ...]]:
         indices = tuple(range(len(blocks)))
         agree = _fingerprints_agree(blocks)
+        unclear = self._unclear(blocks[0].step)
+        if unclear.any():
+            reasons[ORDINALS_SHIFTED] += int(_rows_of(blocks[0].step[unclear], blocks).sum())
+            blocks = [select(block, ~unclear) for block in blocks]
+            agree = agree[~unclear]
         if agree.all():
-            return Window(self.group, indices, tuple(blocks)), ()
+            return (Window(self.group, indices, tuple(blocks)) if len(agree) else None), ()
         unaligned = tuple(
             Unaligned(
                 int(blocks[0].step[at]),
@@ -211,6 +322,12 @@ class Aligner:
         reasons[BATCH_DIFFERS] += sum(max(len(block.request) for block in each.blocks) for each in unaligned)
         kept = tuple(select(block, agree) for block in blocks)
         return (Window(self.group, indices, kept) if agree.any() else None), unaligned
+
+    def _unclear(self, steps: I64) -> NDArray[np.bool_]:
+        """Steps of which nobody can tell what the other ranks' counterparts are."""
+        if not self._looked_at:
+            return np.zeros(len(steps), np.bool_)
+        return np.isin(steps, [step for step, found in self._looked_at.items() if found is Verdict.UNCLEAR])
 
     def _blocks(
         self, blocks: Sequence[Any], indices: Sequence[int], *, compared: bool
@@ -247,6 +364,19 @@ class Aligner:
             equal = np.logical_and.reduce([chosen[0].rows == block.rows for block in chosen])
             chosen = [select(block, equal) for block in chosen]
         return Window(self.group, tuple(indices), tuple(chosen)) if len(chosen[0].step) else None
+
+
+def _same_step_columns(blocks: Sequence[InputsBlock]) -> bool:
+    return all(np.array_equal(blocks[0].step, block.step) for block in blocks[1:])
+
+
+def _rows_of(steps: I64, blocks: Sequence[InputsBlock]) -> I64:
+    """Rows of each step: the most that any rank recorded. int64 [steps]."""
+    rows = np.zeros(len(steps), np.int64)
+    for block in blocks:
+        _, at, place = np.intersect1d(steps, block.step, assume_unique=True, return_indices=True)
+        rows[at] = np.maximum(rows[at], block.rows[place])
+    return rows
 
 
 def _fingerprints_agree(blocks: list[InputsBlock]) -> NDArray[np.bool_]:

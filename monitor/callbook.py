@@ -6,6 +6,7 @@ import numpy as np
 
 from stagewatch.monitor.calls import Calls, Entry, Names, join_calls
 from stagewatch.monitor.checks.collective_order import ACROSS_REPLICAS
+from stagewatch.monitor.ordinals import Shift
 
 STEPS_KEPT: Final = 4
 """Steps of calls kept per rank."""
@@ -41,6 +42,11 @@ class CallBook:
         newest = int(recent.step.max())
         self._learn(recent, newest)
         self._recent = [recent.where(recent.step > newest - STEPS_KEPT)]
+
+    def renumber(self, shift: Shift) -> None:
+        """The rank's steps turned out to be others than it said."""
+        self._recent = [calls.at(shift.of(calls.step)) for calls in self._recent]
+        self._learnt_to = shift.of_step(self._learnt_to)
 
     @property
     def calls(self) -> tuple[Entry, ...]:

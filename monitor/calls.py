@@ -1,7 +1,7 @@
 """Collective calls as columns: what each rank entered, step by step, in few enough bytes to compare by array."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import numpy as np
@@ -90,6 +90,10 @@ class Calls:
     def where(self, keep: NDArray[np.bool_]) -> "Calls":
         """The marked calls."""
         return Calls(self.step[keep], self.code[keep], self.numel[keep], self.t_ns[keep])
+
+    def at(self, step: I64) -> "Calls":
+        """The same calls under other ordinals."""
+        return replace(self, step=step)
 
     def entries(self, names: Names) -> Iterator[Entry]:
         """One object per call; for explaining, never on the hot path."""

@@ -20,10 +20,11 @@ from stagewatch.monitor.callbook import CallBook
 from stagewatch.monitor.checks import registry
 from stagewatch.monitor.checks.base import Chunk, ChunkCheck, Finding, RowCheck
 from stagewatch.monitor.checks.liveness import LivenessCheck, Progress, RankProgress
-from stagewatch.monitor.checks.stall import Stall
+from stagewatch.monitor.checks.stall import Stall, stands_still
 from stagewatch.monitor.correlate import Context, Correlator
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
+from stagewatch.monitor.ordinals import Ordinals
 from stagewatch.monitor.states import Change, EngineState, RankState, StepSeen
 from stagewatch.monitor.statistics import Statistics
 from stagewatch.monitor.troubles import Troubles
@@ -103,7 +104,7 @@ class Engine:
         index = self.group.ranks.index(rank)
         state = self._ranks[index]
         if evidence.events is not None:
-            state = self._events(state, evidence.events)
+            state = self._events(state, evidence.events, self._aligner.lanes[index].ordinals)
         inputs = evidence.inputs
         newest = int(inputs.step[-1]) if inputs is not None and len(inputs.step) else 0
         newest = max(newest, state.last_step)
@@ -161,9 +162,13 @@ class Engine:
     def look(self, now_ns: int) -> list[Change]:
         """Judge what only the passing of time can tell."""
         progress = self.progress(now_ns)
+        changes: list[Change] = []
+        if stands_still([progress]):
+            # Nothing more will come that could tell whether a rank's ordinals are off.
+            changes = self._judge(self._aligner.advance(patient=False), now_ns)
         findings = [finding for check in self._liveness_checks for finding in check.look(progress)]
         self._wedged = next((finding.text for finding in findings if finding.check == Stall.NAME), "")
-        return self._tell(findings, now_ns)
+        return [*changes, *self._tell(findings, now_ns)]
 
     def wedge(self, finding: Finding | None, why: str, now_ns: int) -> list[Change]:
         """The replicas are stuck in a call they share; ``finding`` where it is this one that owes it."""
@@ -259,20 +264,20 @@ class Engine:
             identity=state.identity if state else None,
             armed=state.armed if state else False,
             reason=state.reason if state else "",
-            newest_step=state.last_step if state else 0,
+            newest_step=lane.ordinals.of_step(state.last_step) if state else 0,
             heard_ns=state.last_heard_ns if state else 0,
             moved_ns=self._moved_ns.get(index, 0),
             calls=self._books[index].calls,
             before=self._books[index].before,
-            shared_calls=self._books[index].shared,
+            shared_calls=-1 if lane.lossy else self._books[index].shared,
             last_shared=self._books[index].last_shared,
             lossy=any(last >= newest - 1 for _, last in lane.gaps),
         )
 
-    def _events(self, state: RankState, events: EventBlock) -> RankState:
+    def _events(self, state: RankState, events: EventBlock, ordinals: Ordinals) -> RankState:
         for i in np.flatnonzero(events.kind == Kind.BIND):
             key = int(events.request[i])
-            self._request_ids[key] = (events.text[i], int(events.step[i]))
+            self._request_ids[key] = (events.text[i], ordinals.of_step(int(events.step[i]) + 1) - 1)
             self._request_ids.move_to_end(key)
             if len(self._request_ids) > REQUEST_IDS_MAX:
                 self._request_ids.popitem(last=False)
@@ -298,6 +303,9 @@ class Engine:
         if aligned is None:
             return []
         chunk = aligned.chunk
+        for shifted in chunk.shifted:
+            for index in shifted.renumbered:
+                self._books[index].renumber(shifted.shift)
         self.verdicts.update(aligned.indeterminate)
         self.steps += len(chunk.unaligned) + (0 if chunk.inputs is None else len(chunk.inputs.steps))
         self._history.remember(chunk.inputs, chunk.sent)

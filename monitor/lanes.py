@@ -1,72 +1,25 @@
 """Lanes: one rank's evidence, in the order it was recorded, until it can be compared with the other ranks'.
 
 A lane trusts nobody: what comes twice, out of order or too late is left out and counted, and where records are
-missing it notes which steps may be incomplete for it.
+missing it notes which steps may be incomplete for it. Its steps are ordinals in common: where the rank counted its
+batches otherwise than the others (`shift`), they are not the ones it recorded.
 """
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewatch.agents.evidence import I64, EventBlock, Evidence, join, slice_steps
-from stagewatch.agents.record import U64, Kind
+from stagewatch.agents.evidence import I64, EventBlock, Evidence, InputsBlock, join, slice_steps
+from stagewatch.agents.record import Kind
+from stagewatch.monitor.binds import Binds, join_binds
+from stagewatch.monitor.blocks import KINDS, BlockKind, select
 from stagewatch.monitor.calls import NO_CALLS, Calls, Names, join_calls
+from stagewatch.monitor.gaps import AHEAD, Gaps
+from stagewatch.monitor.ordinals import Ordinals, Shift
 
-BlockKind = Literal["inputs", "mask", "sent", "received", "consumed"]
-KINDS: Final[tuple[BlockKind, ...]] = ("inputs", "mask", "sent", "received", "consumed")
-OPEN: Final = 1 << 62
-"""End of a gap that no step has closed yet."""
 CALLS_WAITING_MAX: Final = 65_536
 """Calls of one rank that wait for the others; past it the oldest are given up and their steps are incomplete."""
-GAPS_MAX: Final = 1024
-SLOTS_MAX: Final = 1 << 20
-"""Slot numbers believed; what is kept of a slot is kept in a table."""
-AHEAD: Final = 2
-"""Steps after a gap that may still lack events: on CUDA a step's inputs are published after its calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class Binds:
-    """Slots that one rank gave to requests; every column has one entry per bind. ``step`` is the ordinal before."""
-
-    step: I64
-    slot: I64
-    generation: I64
-    request: U64
-    t_ns: I64
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    @classmethod
-    def of(cls, events: EventBlock) -> "Binds":
-        """The binds among a rank's events."""
-        at = np.flatnonzero((events.kind == Kind.BIND) & (events.slot >= 0) & (events.slot < SLOTS_MAX))
-        slot, generation = events.slot[at].astype(np.int64), events.generation[at].astype(np.int64)
-        return cls(events.step[at], slot, generation, events.request[at], events.t_ns[at])
-
-    def part(self, first: int, end: int) -> "Binds":
-        """Binds ``first`` to ``end`` (exclusive)."""
-        kept = slice(first, end)
-        return Binds(
-            self.step[kept], self.slot[kept], self.generation[kept], self.request[kept], self.t_ns[kept]
-        )
-
-    def where(self, keep: NDArray[np.bool_]) -> "Binds":
-        """The marked binds."""
-        return Binds(
-            self.step[keep], self.slot[keep], self.generation[keep], self.request[keep], self.t_ns[keep]
-        )
-
-
-def join_binds(parts: list[Binds]) -> Binds:
-    """Binds of one rank, one part after the other; at least one part."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = ("step", "slot", "generation", "request", "t_ns")
-    return Binds(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
 class Lane:
@@ -80,8 +33,13 @@ class Lane:
         """Rows that came twice, or after their step had its verdict."""
         self.late_records = 0
         """Payloads and masks of which the same is true, and calls given up."""
-        self.gaps: list[tuple[int, int]] = []
-        """First and last step of each stretch for which records of this rank are missing."""
+        self.lossy = False
+        """Whether records were ever lost."""
+        self.gaps: Final = Gaps()
+        """Steps for which records of this rank are missing."""
+        self.lacking: Final = Gaps()
+        """Steps that the rank did not count."""
+        self.ordinals: Final = Ordinals()
         self.pending_rows = 0
         """Rows of inputs that wait."""
         self._deferral_steps: Final = deferral_steps
@@ -89,6 +47,8 @@ class Lane:
         self._next_seq = -1
         self._pending: dict[BlockKind, list[Any]] = {kind: [] for kind in KINDS}
         self._newest_of: dict[BlockKind, int] = dict.fromkeys(KINDS, 0)
+        self._consumed_to = 0
+        """Step of the newest payload that was consumed."""
         self._calls: list[Calls] = []
         self._binds: list[Binds] = []
 
@@ -101,10 +61,14 @@ class Lane:
             self._count_late(evidence)
             return NO_CALLS
         again = self._next_seq if self._next_seq > evidence.first_seq else -1
-        if self.gaps and self.gaps[-1][1] == OPEN and evidence.inputs is not None:
-            self.gaps[-1] = (self.gaps[-1][0], int(evidence.inputs.step[0]) + AHEAD)
-        if evidence.lost or evidence.first_seq != max(self._next_seq, 0):
-            self._note_gaps(evidence)
+        holes = bool(evidence.lost) or evidence.first_seq != max(self._next_seq, 0)
+        seqs = self._seqs(evidence) if holes else None
+        evidence = self.ordinals.of_evidence(evidence)
+        if evidence.inputs is not None:
+            self.gaps.close(int(evidence.inputs.step[0]))
+        if seqs is not None:
+            self.lossy = True
+            self.gaps.note(evidence, seqs, self._next_seq, self.newest, self._deferral_steps)
         self._next_seq = evidence.next_seq
         for kind in KINDS:
             block = getattr(evidence, kind)
@@ -116,26 +80,46 @@ class Lane:
             else self._add_events(evidence.events, again, judged["inputs"])
         )
 
+    def _seqs(self, evidence: Evidence) -> I64:
+        """Sequence numbers of what is new, ascending."""
+        blocks = [getattr(evidence, kind) for kind in (*KINDS, "events")]
+        seqs = np.sort(np.concatenate([block.seq for block in blocks if block is not None]))
+        new: I64 = seqs[seqs >= self._next_seq]
+        return new
+
     def _add(self, kind: BlockKind, block: Any, again: int, judged: int) -> None:
         order = block.at if kind == "consumed" else block.step
         floor = max(judged, self._newest_of[kind])
         # Several payloads may be consumed before one step.
         least = floor if kind != "consumed" else max(judged, self._newest_of[kind] - 1)
-        if again < 0 and order[0] > least and _ascends(order, strictly=kind != "consumed"):
+        if again < 0 and order[0] > least and self._ascends(kind, block):
             kept = block
         else:
             running = np.maximum.accumulate(np.concatenate([[least], order[:-1]]))
             keep = order >= running if kind == "consumed" else order > running
             keep &= (order > judged) & (block.seq >= again)
+            if kind == "consumed":
+                keep &= block.step > np.maximum.accumulate(
+                    np.concatenate([[self._consumed_to], block.step[:-1]])
+                )
             kept = select(block, keep)
             self._count_dropped(kind, block, ~keep)
             if not len(kept.step):
                 return
         self._newest_of[kind] = int((kept.at if kind == "consumed" else kept.step)[-1])
         self._pending[kind].append(kept)
+        if kind == "consumed":
+            self._consumed_to = int(kept.step[-1])
         if kind == "inputs":
             self.newest = self._newest_of[kind]
             self.pending_rows += len(kept.request)
+
+    def _ascends(self, kind: BlockKind, block: Any) -> bool:
+        """Whether a block follows, in the order of its kind. Payloads are consumed first in, first out."""
+        if kind != "consumed":
+            return bool((block.step[1:] > block.step[:-1]).all())
+        in_turn = block.step[0] > self._consumed_to and (block.step[1:] > block.step[:-1]).all()
+        return bool(in_turn and (block.at[1:] >= block.at[:-1]).all())
 
     def _add_events(self, events: EventBlock, again: int, judged: int) -> Calls:
         fresh = events.seq >= again
@@ -162,7 +146,7 @@ class Lane:
         waiting = join_calls(self._calls)
         steps = waiting.step[:surplus]
         self._calls = [waiting.where(np.arange(len(waiting)) >= surplus)]
-        self._add_gap(int(steps.min()), int(steps.max()))
+        self.gaps.add(int(steps.min()), int(steps.max()))
         self.late_records += surplus
 
     def _count_dropped(self, kind: BlockKind, block: Any, dropped: NDArray[np.bool_]) -> None:
@@ -177,43 +161,35 @@ class Lane:
             if block is not None:
                 self._count_dropped(kind, block, np.ones(len(block.step), np.bool_))
 
-    def _note_gaps(self, evidence: Evidence) -> None:
-        """Find the holes in the sequence numbers, and between which steps they lie."""
-        blocks = [getattr(evidence, kind) for kind in (*KINDS, "events")]
-        seqs = np.sort(np.concatenate([block.seq for block in blocks if block is not None]))
-        seqs = seqs[seqs >= self._next_seq]
-        before = np.concatenate([[max(self._next_seq, 0) - 1], seqs[:-1]])
-        holes = np.flatnonzero(seqs - before > 1)
-        if not len(holes):
-            # The reader counted a loss that the numbers do not show: it may lie anywhere in here.
-            holes = np.zeros(1, np.int64) if evidence.lost and len(seqs) else holes
-        inputs = evidence.inputs
-        for hole in holes.tolist():
-            first, last = self.newest, OPEN
-            if inputs is not None:
-                older = int(np.searchsorted(inputs.seq, before[hole], side="right"))
-                newer = int(np.searchsorted(inputs.seq, seqs[hole]))
-                first = int(inputs.step[older - 1]) if older else self.newest
-                last = int(inputs.step[newer]) + AHEAD if newer < len(inputs.step) else OPEN
-            self._add_gap(first - self._deferral_steps, last)
-        if not len(seqs) or seqs[-1] + 1 < evidence.next_seq:
-            first = self.newest if inputs is None else int(inputs.step[-1])
-            self._add_gap(first - self._deferral_steps, OPEN)
+    # ---- another count
 
-    def _add_gap(self, first: int, last: int) -> None:
-        if self.gaps and first <= self.gaps[-1][1]:
-            self.gaps[-1] = (min(first, self.gaps[-1][0]), max(last, self.gaps[-1][1]))
-        else:
-            self.gaps.append((first, last))
-        if len(self.gaps) > GAPS_MAX:
-            second = self.gaps.pop(1)
-            self.gaps[0] = (self.gaps[0][0], second[1])
+    def shift(self, shift: Shift) -> None:
+        """Renumber what waits and what will come."""
+        self.ordinals.add(shift)
+        self.lossy = True
+        for kind in KINDS:
+            self._pending[kind] = [shift.of_block(kind, block) for block in self._pending[kind]]
+            self._newest_of[kind] = shift.of_step(self._newest_of[kind])
+        self.newest = self._newest_of["inputs"]
+        self._consumed_to = shift.of_step(self._consumed_to)
+        self._calls = [calls.at(shift.of(calls.step)) for calls in self._calls]
+        self._binds = [binds.at(shift.of(binds.step + 1) - 1) for binds in self._binds]
+        self.lacking.add(shift.step, shift.step + shift.missing - 1)
+        # What belongs to the batches in question may be recorded under the steps beside them.
+        self.gaps.add(shift.step - 1 - self._deferral_steps, shift.step + shift.missing - 1 + AHEAD)
 
     # ---- out
 
     def reached(self, kind: BlockKind) -> int:
         """Newest step that arrived of a kind; 0 if none did."""
         return self._newest_of[kind]
+
+    def waiting(self) -> InputsBlock | None:
+        """All inputs that wait, as one block, which from now on is how they wait; None if there are none."""
+        blocks = self._pending["inputs"]
+        if len(blocks) > 1:
+            self._pending["inputs"] = [join(blocks)]
+        return self._pending["inputs"][0] if blocks else None
 
     def take(self, kind: BlockKind, upto: int) -> Any | None:
         """Remove and return the records of a kind up to a step, as one block; None if there are none."""
@@ -235,6 +211,12 @@ class Lane:
         if kind == "inputs":
             self.pending_rows -= len(block.request)
         return block
+
+    def put_back(self, inputs: InputsBlock) -> None:
+        """Inputs that were taken wait again, before all others."""
+        if len(inputs.step):
+            self._pending["inputs"].insert(0, inputs)
+            self.pending_rows += len(inputs.request)
 
     def take_calls(self, upto: int) -> Calls:
         """Remove and return the calls of steps up to ``upto``."""
@@ -260,18 +242,3 @@ class Lane:
         done = waiting.step <= upto
         self._binds = [] if done.all() else [waiting.where(~done)]
         return waiting.where(done) if done.any() else None
-
-
-def _ascends(order: I64, *, strictly: bool) -> bool:
-    if len(order) < 2:
-        return True
-    return bool((order[1:] > order[:-1]).all() if strictly else (order[1:] >= order[:-1]).all())
-
-
-def select(block: Any, keep: NDArray[np.bool_]) -> Any:
-    """The records of a block at the marked places."""
-    if keep.all():
-        return block
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]]).astype(np.int8)))
-    runs = [slice_steps(block, int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return join(runs) if runs else slice_steps(block, 0, 0)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from stagewatch.agents.mask import faulty_rows
 from stagewatch.agents.record import UNKNOWN
+from stagewatch.monitor.blocks import select
 from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.checks.base import Chunk
 from stagewatch.monitor.checks.excluded_row import dropped_rows
 from stagewatch.monitor.history import History
-from stagewatch.monitor.blocks import select
 from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, life_of
 
 EXCLUDED_MAX: Final = 65_536

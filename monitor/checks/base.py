@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import InputsBlock, PayloadBlock
+from stagewatch.monitor.binds import Binds
 from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.lanes import Binds
+from stagewatch.monitor.ordinals import Shift
 from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, PayloadWindow
 
 
@@ -72,6 +73,21 @@ class Unaligned:
 
 
 @dataclass(frozen=True, slots=True)
+class Shifted:
+    """A rank whose ordinals stopped to count what the others' count."""
+
+    index: int
+    batches: int
+    """How many more batches than the others it counted; fewer where negative."""
+    renumbered: tuple[int, ...]
+    """Ranks that lack batches, and are renumbered."""
+    shift: Shift
+    outvoted: bool
+    """Whether most of more than two ranks count alike."""
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Everything of a group that became comparable at once. What it holds ascends from chunk to chunk."""
 
@@ -83,6 +99,7 @@ class Chunk:
     """(rank index, what it received); early stages only."""
     consumed: tuple[tuple[int, PayloadBlock], ...] = ()
     unaligned: tuple[Unaligned, ...] = ()
+    shifted: tuple[Shifted, ...] = ()
     gaps: tuple[tuple[int, int], ...] = ()
     """First and last step of stretches that some rank's records do not cover, because its ring was overrun."""
     calls: tuple[Calls, ...] = ()

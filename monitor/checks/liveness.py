@@ -29,7 +29,8 @@ class RankProgress:
     before: Mapping[tuple[str, str], frozenset[tuple[str, str]]]
     """For each (group, operation): those that came before it in every earlier step of this rank."""
     shared_calls: int
-    """Calls entered so far that data-parallel replicas share."""
+    """Calls entered so far that data-parallel replicas share; negative where records were lost, so that some are not
+    counted."""
     last_shared: Entry | None
     lossy: bool
     """Whether records of its newest steps were lost, so that calls may be missing here."""

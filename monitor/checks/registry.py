@@ -15,6 +15,7 @@ from stagewatch.monitor.checks.last_sampled import LastSampled
 from stagewatch.monitor.checks.liveness import LivenessCheck
 from stagewatch.monitor.checks.mask_disagreement import MaskDisagreement
 from stagewatch.monitor.checks.mirror_behind import MirrorBehind
+from stagewatch.monitor.checks.ordinal_shift import OrdinalShift
 from stagewatch.monitor.checks.path_choice import PathChoice
 from stagewatch.monitor.checks.payload_mismatch import PayloadMismatch
 from stagewatch.monitor.checks.position_drift import PositionDrift
@@ -26,6 +27,7 @@ from stagewatch.monitor.checks.tp_disagreement import TpDisagreement
 from stagewatch.monitor.checks.value_range import ValueRange
 
 CHUNK_CHECKS: Final[tuple[type[ChunkCheck], ...]] = (
+    OrdinalShift,
     BatchDisagreement,
     SlotGeneration,
     TpDisagreement,

@@ -7,10 +7,10 @@ import numpy as np
 
 from stagewatch.agents.evidence import I64, PayloadBlock
 from stagewatch.agents.record import U64
+from stagewatch.monitor.binds import Binds
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
-from stagewatch.monitor.lanes import Binds
 from stagewatch.monitor.windows import Group, life_of
 
 

@@ -113,10 +113,11 @@ def across_replicas(replicas: Sequence[Progress]) -> Iterator[tuple[int, Finding
     """(place of the replica that owes, finding) where replicas stopped at different counts of their shared calls."""
     if len(replicas) < 2 or not stands_still(replicas):
         return
-    if any(rank.identity is None or rank.lossy for replica in replicas for rank in replica.ranks):
+    if any(rank.identity is None for replica in replicas for rank in replica.ranks):
         return
     counts = [tuple(rank.shared_calls for rank in replica.ranks) for replica in replicas]
-    most = tuple(max(column) for column in zip(*counts, strict=True))
+    # Of ranks that some replica's counterpart cannot be counted of, nothing is known.
+    most = tuple(max(column) if min(column) >= 0 else -1 for column in zip(*counts, strict=True))
     for place, (replica, own) in enumerate(zip(replicas, counts, strict=True)):
         indices = [i for i, (mine, all_) in enumerate(zip(own, most, strict=True)) if mine < all_]
         if not indices:
