@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ _FILE_SIZE_MAX: Final = 4096
 
 def read_token_file(path: Path) -> str:
     """The bearer token in ``path``. Raises SettingsError."""
-    return token_from_text(_read(path, "token file", 32), f"token file {path}")
+    return token_from_text(read_secret_file(path, "token file", 32), f"token file {path}")
 
 
 def token_from_text(text: str, source: str) -> str:
@@ -41,7 +42,7 @@ def token_from_text(text: str, source: str) -> str:
 
 def read_key_file(path: Path) -> bytes:
     """The digest key in ``path``, as hex digits. Raises SettingsError."""
-    return key_from_text(_read(path, "key file", KEY_SIZE), f"key file {path}")
+    return key_from_text(read_secret_file(path, "key file", KEY_SIZE), f"key file {path}")
 
 
 def key_from_text(text: str, source: str) -> bytes:
@@ -89,17 +90,31 @@ def key_fingerprint(key: bytes) -> Fingerprint:
     return Fingerprint("digest_key", value)
 
 
-def _read(path: Path, what: str, size: int) -> str:
-    """What a file holds. ``size`` is that of a fresh secret, in random bytes."""
+def read_secret_file(path: Path, what: str, size: int, bytes_max: int = _FILE_SIZE_MAX) -> str:
+    """What a file of secrets holds. Raises SettingsError, also where others can read or change the file.
+
+    ``size`` is that of a fresh secret, in random bytes.
+    """
     try:
         with path.open("rb") as file:
-            content = file.read(_FILE_SIZE_MAX + 1)
+            check_private(os.fstat(file.fileno()), f"{what} {path}")
+            content = file.read(bytes_max + 1)
     except OSError as error:
         way_out = f": make one with `openssl rand -hex {size}`" if error.errno == errno.ENOENT else ""
         raise SettingsError(f"{what} {path} cannot be read: {error.strerror}{way_out}") from None
-    if len(content) > _FILE_SIZE_MAX:
-        raise SettingsError(f"{what} {path} is longer than {_FILE_SIZE_MAX} bytes: that is something else")
+    if len(content) > bytes_max:
+        raise SettingsError(f"{what} {path} is longer than {bytes_max} bytes: that is something else")
     try:
         return content.decode("ascii")
     except UnicodeDecodeError:
         raise SettingsError(f"{what} {path} is not ASCII text") from None
+
+
+def check_private(found: os.stat_result, shown: str) -> None:
+    """Refuse a file of secrets that strangers can open. Raises SettingsError.
+
+    A group may read it, because that is how containers are handed their secrets.
+    """
+    if stat.S_ISREG(found.st_mode) and found.st_mode & 0o027:
+        done = "changed" if found.st_mode & 0o022 else "read"
+        raise SettingsError(f"{shown} can be {done} by others: chmod 600 it")

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
+import msgspec
+
 from stagewatch.monitor.store import Event, Store
 
 QUEUE_EVENTS: Final = 256
@@ -20,13 +22,25 @@ _LOOK: Final = (0, b"")
 """In a queue: there is more in the store."""
 
 
+class Reader:
+    """One who listens, to all deployments or to some."""
+
+    def __init__(self, deployments: frozenset[str] | None = None) -> None:
+        self.deployments: Final = deployments
+        self.queue: Final[asyncio.Queue[tuple[int, bytes] | None]] = asyncio.Queue(QUEUE_EVENTS)
+
+    def may_see(self, body: bytes) -> bool:
+        """Whether an event is of a deployment it listens to."""
+        return self.deployments is None or _whose.decode(body).incident.deployment in self.deployments
+
+
 class Hub:
     """Hands new events to everyone who listens."""
 
     def __init__(self) -> None:
         self.dropped_readers = 0
         """Readers disconnected because they were too slow."""
-        self._readers: set[asyncio.Queue[tuple[int, bytes] | None]] = set()
+        self._readers: set[Reader] = set()
         self._closed = False
 
     @property
@@ -37,29 +51,34 @@ class Hub:
     def publish(self, events: list[Event]) -> None:
         """Hand on events that are in the store, in order. Never waits."""
         items = [_LOOK] if len(events) > BURST_EVENTS else [(event.number, event.body) for event in events]
-        for queue in list(self._readers):
+        for reader in list(self._readers):
             try:
                 for item in items:
-                    queue.put_nowait(item)
+                    reader.queue.put_nowait(item)
             except asyncio.QueueFull:
                 self.dropped_readers += 1
-                self._dismiss(queue)
+                self.dismiss(reader)
 
     def close(self) -> None:
         """End every stream."""
         self._closed = True
-        for queue in list(self._readers):
-            self._dismiss(queue)
+        for reader in list(self._readers):
+            self.dismiss(reader)
 
     async def stream(
-        self, store: Store, after: int | None, heartbeat_s: float = HEARTBEAT_S
+        self,
+        store: Store,
+        after: int | None,
+        heartbeat_s: float = HEARTBEAT_S,
+        reader: Reader | None = None,
     ) -> AsyncIterator[bytes]:
-        """Server-sent events after event ``after``, for ever; only new ones if it is None."""
-        queue: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(QUEUE_EVENTS)
+        """Server-sent events after event ``after``, until ``reader`` is dismissed; only new ones if it is None."""
+        reader = reader or Reader()
+        queue = reader.queue
         # Listening begins before the store is read, so nothing falls between; what comes twice is dropped.
         if self._closed:
             return
-        self._readers.add(queue)
+        self._readers.add(reader)
         try:
             yield f"retry: {RETRY_MS}\n\n".encode()
             last = await asyncio.to_thread(store.last_event)
@@ -69,13 +88,14 @@ class Hub:
             seen = after if after <= last else 0
             behind = True
             while True:
-                if behind and queue in self._readers:
+                if behind and reader in self._readers:
                     # Whatever is in the queue is in the store by now, so the queue cannot fill while we catch up.
                     while not queue.empty():
                         queue.get_nowait()
                     missed = await asyncio.to_thread(store.events_after, seen)
                     for number, body in missed:
-                        yield _frame(number, body)
+                        if reader.may_see(body):
+                            yield _frame(number, body)
                         seen = number
                     behind = bool(missed)
                     continue
@@ -88,16 +108,31 @@ class Hub:
                     return
                 behind = item is _LOOK
                 if item[0] > seen:
-                    yield _frame(*item)
+                    if reader.may_see(item[1]):
+                        yield _frame(*item)
                     seen = item[0]
         finally:
-            self._readers.discard(queue)
+            self._readers.discard(reader)
 
-    def _dismiss(self, queue: asyncio.Queue[tuple[int, bytes] | None]) -> None:
-        self._readers.discard(queue)
-        while not queue.empty():
-            queue.get_nowait()
-        queue.put_nowait(None)
+    def dismiss(self, reader: Reader) -> None:
+        """End a reader's stream."""
+        self._readers.discard(reader)
+        while not reader.queue.empty():
+            reader.queue.get_nowait()
+        reader.queue.put_nowait(None)
+
+
+class _OfDeployment(msgspec.Struct):
+    deployment: str
+
+
+class _Whose(msgspec.Struct):
+    """Of an event, whose it is."""
+
+    incident: _OfDeployment
+
+
+_whose: Final = msgspec.json.Decoder(_Whose)
 
 
 def _frame(number: int, body: bytes) -> bytes:

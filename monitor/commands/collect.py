@@ -16,7 +16,7 @@ from typing import Final
 
 import uvicorn
 
-from stagewatch.agents.credentials import read_token_file, token_from_text
+from stagewatch.agents.credentials import token_from_text
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.options import TOKEN, bounded
 from stagewatch.agents.wire import Limits
@@ -24,9 +24,13 @@ from stagewatch.monitor.app import create_app
 from stagewatch.monitor.auth import make_token
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.connections import ImpatientProtocol, allow_many_files
+from stagewatch.monitor.otlp.push import Push
+from stagewatch.monitor.otlp.settings import PROTOCOLS, settings_of
 from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.tokens import read_grants
 from stagewatch.monitor.watch import Watch
 
+OPEN_TO: Final = ("loopback", "everyone")
 DEAF_S: Final = 60
 """A peer that acknowledges nothing for so long is taken for dead."""
 
@@ -50,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file that holds the bearer token, read again when it changes; {TOKEN} can hold the token itself; "
-        "without either one is made in the data directory, for listening on localhost only",
+        help="file of the tokens, made by `stagewatch token`, or of one token that is good for everything; read again "
+        f"when it changes; {TOKEN} can hold one token itself; without either one is made in the data directory, for "
+        "listening on localhost only",
     )
     parser.add_argument(
         "--segment-bytes",
@@ -86,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-incidents",
         type=bounded(1, 1 << 40, int),
+        metavar="COUNT",
         default=100_000,
         help="incidents to keep; those changed longest ago go, but none that changed within the hour unless there are "
         "twice as many",
@@ -93,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-incidents-s",
         type=bounded(0, 1 << 40, float),
+        metavar="SECONDS",
         default=0.0,
         help="seconds for which an incident is kept after its last change; 0 for as long as --keep-incidents lets it",
     )
@@ -109,9 +116,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that may stream at the same time",
     )
     parser.add_argument(
+        "--engines-max",
+        type=bounded(1, 1 << 20, int),
+        default=256,
+        help="engines of one deployment that may be known at the same time, each start counting as one until it was "
+        "silent for an hour",
+    )
+    parser.add_argument(
+        "--readers-max",
+        type=bounded(1, 1 << 16, int),
+        default=256,
+        help="event streams that may be open at the same time, at most half of them with one token",
+    )
+    parser.add_argument(
         "--open-metrics",
-        action="store_true",
-        help="let anybody who reaches the port read /metrics and whether an engine is well, without the token",
+        nargs="?",
+        choices=OPEN_TO,
+        metavar="WHO",
+        const="everyone",
+        default="",
+        help="who may read /metrics, and whether an engine is well, without a token: those on this machine (loopback), "
+        "or everyone who reaches the port (everyone, also if nothing is said)",
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        default="",
+        help="OpenTelemetry receiver to push metrics, incidents and traces to, http://HOST:4317 or https://HOST:4317; "
+        "without it, OpenTelemetry's own variables are followed (OTEL_EXPORTER_OTLP_ENDPOINT and so on), and where "
+        "they say nothing nothing is pushed",
+    )
+    parser.add_argument(
+        "--otlp-protocol",
+        metavar="NAME",
+        choices=PROTOCOLS,
+        default="",
+        help="how to push; without it as OTEL_EXPORTER_OTLP_PROTOCOL says, or over grpc",
     )
 
 
@@ -135,9 +175,12 @@ def run(args: argparse.Namespace) -> int:
         pin_bytes=args.pin_bytes,
         keep_incidents=args.keep_incidents,
         keep_incidents_s=args.keep_incidents_s,
+        readers_max=args.readers_max,
+        engines_max=args.engines_max,
     )
     allow_many_files()
-    collector = Collector(settings, Watch())
+    pushing = settings_of(args.otlp_endpoint, args.otlp_protocol, os.environ)
+    collector = Collector(settings, Watch(), Push(pushing) if pushing else None)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         if said:
             logging.getLogger("stagewatch").info("%s", said)
@@ -145,10 +188,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
-    """The token or its file, and what to tell the operator about it."""
+    """The token or the file of tokens, and what to tell the operator about it."""
     given = os.environ.get(TOKEN)
     if args.token_file is not None:
-        read_token_file(args.token_file)
+        read_grants(args.token_file)
         return args.token_file, ""
     if given:
         return token_from_text(given, TOKEN), ""
@@ -165,7 +208,7 @@ def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
         raise SettingsError(
             f"--data-dir {args.data_dir} cannot take a token: {error.strerror}: give another one"
         ) from None
-    read_token_file(path)
+    read_grants(path)
     return path, f"no token given: using the one in {path}; sidecars need it too (--token-file {path})"
 
 
@@ -253,6 +296,8 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
             ws_max_size=collector.settings.limits.frame_bytes,
             # Evidence is digests, which do not compress; and nothing can be inflated against us.
             ws_per_message_deflate=False,
+            # Who asks is whoever connected: what a header says of that is for proxies to know.
+            proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=3,
             limit_concurrency=None,

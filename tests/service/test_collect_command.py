@@ -20,6 +20,7 @@ class TestMistakes:
     def test_a_secret_s_file_that_is_not_there(self, stage: Stage, tmp_path: Path, option: str) -> None:
         token = tmp_path / "token"
         token.write_text("0123456789abcdef")
+        token.chmod(0o600)
         process = stage.process(
             *(BIN / "stagewatch-agent", "ship", "--ring-dir", tmp_path, "--token-file", token),
             *(option, tmp_path / "nothing"),

@@ -203,6 +203,7 @@ class TestCredentials:
 
     def test_white_space_around_a_token_is_no_part_of_it(self, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("  sixteen-or-more-characters\n")
+        (tmp_path / "token").chmod(0o600)
         assert read_token_file(tmp_path / "token") == "sixteen-or-more-characters"
 
     def test_a_key_is_32_hex_digits_and_errors_do_not_show_it(self) -> None:

@@ -310,6 +310,7 @@ class TestRefusesToStart:
 
     def test_with_a_token_file_that_is_empty(self, stage: Stage) -> None:
         (stage.directory / "token").write_text("\n")
+        (stage.directory / "token").chmod(0o600)
         options = ("--token-file", str(stage.directory / "token"), "--data-dir", str(stage.data_dir))
         assert "token" in (line := self.one_line(self.collect(stage, *options))) and "is empty" in line
 
@@ -388,6 +389,7 @@ class TestSecrets:
     def test_a_token_file_is_rotated_without_a_restart(self, stage: Stage) -> None:
         token_file = stage.directory / "token"
         first = "first-token-of-the-test"
+        token_file.touch(0o600)
         token_file.write_text(first)
         collector = stage.collector("--token-file", str(token_file), token=first)
         token_file.write_text("second-token-of-the-test")
