@@ -4,10 +4,10 @@ The class variables of a body type are its schema: numbers for the head, columns
 lie in the record, and the field that holds text.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,8 +47,7 @@ class Extent(IntEnum):
     """One per scheduled token, rows laid end to end: shape [sum of scheduled]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(msgspec.Struct, frozen=True, gc=False):
     """A request took a slot."""
 
     SCALARS: ClassVar = ("slot", "generation", "prompt_len", "cap", "request")
@@ -65,8 +64,7 @@ class Bind:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(msgspec.Struct, frozen=True, gc=False):
     """A slot was released. `generation` is the one that ended."""
 
     SCALARS: ClassVar = ("slot", "generation", "request")
@@ -78,8 +76,7 @@ class Free:
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(msgspec.Struct, frozen=True, gc=False):
     """What a rank fed at one step: after deferred updates are consumed, before the forward pass."""
 
     SCALARS: ClassVar = ("tick", "graph_mode", "spec_tokens", "padded_tokens")
@@ -125,8 +122,7 @@ class Inputs:
     prefilling: U8
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(msgspec.Struct, frozen=True, gc=False):
     """The mask the engine computed beside the mask a sound engine computes."""
 
     SCALARS: ClassVar = ("engine_none", "fixed_none")
@@ -140,8 +136,7 @@ class Mask:
     fixed: U8
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(msgspec.Struct, frozen=True, gc=False):
     """One broadcast of sampled tokens and draft blocks, as sent, as received, or as consumed.
 
     Recorded under the ordinal of the step that sent it. Only ``tokens[row, :num_sampled[row]]`` is defined.
@@ -180,8 +175,7 @@ class Payload:
     """1 for a row that takes part: in the mask when sent or received, written to its slot when consumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(msgspec.Struct, frozen=True, gc=False):
     """A collective or point-to-point call, recorded before the call, so that a hang leaves its cause."""
 
     SCALARS: ClassVar = ("index", "numel", "group_size")
@@ -196,8 +190,7 @@ class Collective:
     """Group, operation and dtype, separated by single spaces: ``pp_broadcast broadcast int64``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(msgspec.Struct, frozen=True, gc=False):
     """A JSON-encoded `stagewatch.agents.probe.Health`."""
 
     SCALARS: ClassVar = ()
@@ -207,8 +200,7 @@ class Heartbeat:
     health: str
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, gc=False):
     """A sentence for the operator: armed, disarmed and why, a hotfix in force."""
 
     SCALARS: ClassVar = ()

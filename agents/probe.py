@@ -37,9 +37,10 @@ from stagewatch.agents.record import (
     Mask,
     Note,
     Payload,
+    RecordTooLongError,
     request_key,
 )
-from stagewatch.agents.ring import RecordTooLongError, RingWriter
+from stagewatch.agents.ringwriter import RingWriter
 
 log = logging.getLogger("stagewatch")
 
@@ -86,8 +87,13 @@ def guarded(
             return
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
-            self.disarm(f"{method.__name__} failed: {one_line(error)}")
+        except (KeyboardInterrupt, SystemExit):
+            raise  # a signal's: it ends the engine, and came while this ran
+        except BaseException as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
+            try:
+                self.disarm(f"{method.__name__} failed: {one_line(error)}")
+            except Exception:  # noqa: BLE001  # see `fell`
+                self.fell, self.armed = (method.__name__, error.with_traceback(None)), False
 
     return cast("Callable[Concatenate[Probe, P], None]", call)
 
@@ -116,11 +122,14 @@ class Probe:
     ) -> None:
         self.identity: Final = identity
         self.armed = True
+        self.fell: tuple[str, BaseException] | None = None
+        """What failed, and how, where the stack had no room left to say so: `report` does, from another thread."""
         self.step = 0
         """Ordinal of the step being executed; 0 before the first."""
         self._ring: Final = ring
         self._lock = threading.Lock()
         self._reason = ""
+        self._noted = self._logged = False
         self._drops = 0
         self._collectives = itertools.count(1)
         # Entry slot + 1, between two that stay 0: what `keys_of` clips to is no request.
@@ -159,14 +168,14 @@ class Probe:
     @guarded
     def mask(self, engine: NDArray[np.bool_] | None, fixed: NDArray[np.bool_] | None, rows: int) -> None:
         """Record the engine's mask of the current step beside the fixed one; bool [rows] or None each."""
-        nothing = np.zeros(rows, np.uint8)
-        engine_rows, fixed_rows = (
-            nothing if found is None else np.asarray(found, np.bool_).view(np.uint8)
-            for found in (engine, fixed)
-        )
+        engine_rows = np.zeros(rows, np.bool_) if engine is None else np.asarray(engine, np.bool_)
+        fixed_rows = np.zeros(rows, np.bool_) if fixed is None else np.asarray(fixed, np.bool_)
         if not engine_rows.shape == fixed_rows.shape == (rows,):
             raise ValueError(f"masks of shapes {engine_rows.shape} and {fixed_rows.shape} for {rows} rows")
-        self._store(Kind.MASK, Mask(int(engine is None), int(fixed is None), engine_rows, fixed_rows))
+        body = Mask(
+            int(engine is None), int(fixed is None), engine_rows.view(np.uint8), fixed_rows.view(np.uint8)
+        )
+        self._store(Kind.MASK, body)
 
     @guarded
     def payload(self, kind: Kind, step: int, body: Payload) -> None:
@@ -206,6 +215,8 @@ class Probe:
     def spent(self, ns: int) -> None:
         """Account ``ns`` nanoseconds of hook time to the current step."""
         self._budget.add(self.step, ns)
+        if self._budget.exceeded is not None:
+            self.disarm(self._budget.exceeded)
 
     def dropped(self, count: int = 1) -> None:
         """Count records that an adapter had to give up."""
@@ -213,20 +224,35 @@ class Probe:
             self._drops += count
 
     def disarm(self, reason: str) -> None:
-        """Stop recording for good. Never raises."""
+        """Stop recording for good. Raises nothing but RecursionError, where the stack has no room for the call."""
         with self._lock:
             if not self.armed:
                 return
             self.armed = False
             self._reason = " ".join(reason.split())[:REASON_MAX]
-            noted = self._note_disarmed()
-        with contextlib.suppress(Exception):  # the engine's own log handlers
+        self.report()
+
+    def report(self) -> None:
+        """Say in the ring and in the log why the probe disarmed, where that has not been said yet."""
+        with self._lock:
+            if self.fell is not None and not self._reason:
+                what, error = self.fell
+                self._reason = f"{what} failed: {one_line(error)}"[:REASON_MAX]
+            if self.armed or not self._reason:
+                return
+            self._noted = self._noted or self._note_disarmed()
+            if self._logged:
+                return
+            self._logged = True
+        try:
             log.warning(
                 "stagewatch: rank %s disarmed: %s%s. The engine is not affected.",
                 self.identity.rank,
                 self._reason,
-                "" if noted else " (which its ring could not take)",
+                "" if self._noted else " (which its ring could not take)",
             )
+        except Exception:  # noqa: BLE001  # the engine's own log handlers, or no room on the stack
+            self._logged = False
 
     def close(self) -> None:
         """The engine is leaving of its own accord: say so in the ring. Never raises."""
@@ -248,8 +274,6 @@ class Probe:
                 self._drops += 1
             if time.monotonic_ns() >= self._next_heartbeat_ns:
                 self._beat()
-        if self._budget.exceeded is not None:
-            self.disarm(self._budget.exceeded)
 
     def _beat(self, *, ended: bool = False) -> None:
         """Append a heartbeat; the lock is held."""

@@ -21,6 +21,9 @@ CAPACITY_MAX: Final = 1 << 32
 MAGIC: Final = b"STGWATCH"
 # magic, schema, header size, capacity, identity bytes
 FIXED: Final = struct.Struct("<8sIIQI")
+CURSORS: Final = slice(64, 96)
+TAIL, HEAD, WRITTEN, CLOSED = range(4)
+"""Words of the cursors: the oldest position present, the end, the records written, and 1 once complete."""
 IDENTITY_AT: Final = 128
 
 

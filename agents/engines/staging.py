@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +29,11 @@ BUFFERS: Final = 16
 """Copies in flight per rank: pp_size + 1 steps of four copies each, with room."""
 
 
-class Gather(NamedTuple):
+TABLES_MAX: Final = 8
+"""Tables of which `HostStaging` keeps an array; an engine has three."""
+
+
+class Gather(msgspec.Struct, frozen=True, gc=False):
     """Rows of a table: ``table[rows]``, with the row numbers on the table's device and on the host."""
 
     table: "torch.Tensor"
@@ -36,7 +41,7 @@ class Gather(NamedTuple):
     rows_np: NDArray[np.integer]
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct, frozen=True, gc=False):
     """The first rows of a buffer: ``buffer[:rows]``."""
 
     buffer: "torch.Tensor"
@@ -58,28 +63,48 @@ class Staging(Protocol):
     def poll(self) -> None:
         """Publish what has arrived."""
 
+    def forget(self) -> None:
+        """Let go of tensors of the engine's."""
+
 
 class HostStaging:
     """For tensors in host memory: publishes before it returns."""
+
+    def __init__(self) -> None:
+        # Tables live as long as the engine: each is seen as an array once, and again where its memory has moved.
+        self._tables: dict[int, tuple[torch.Tensor, int, Values]] = {}
 
     def take(
         self, pieces: "Sequence[torch.Tensor | Gather | Head]", publish: Publish, after: Any = None
     ) -> None:
         """Publish what is there."""
-        publish([_on_host(piece) for piece in pieces])
+        values: list[Values] = []
+        for piece in pieces:
+            # Slicing and indexing an array costs a fraction of what it costs on a tensor.
+            if type(piece) is Gather:
+                values.append(self._table(piece.table).take(piece.rows_np, 0))
+            elif type(piece) is Head:
+                values.append(piece.buffer.numpy()[: piece.rows])
+            else:
+                values.append(cast("torch.Tensor", piece).numpy())
+        publish(values)
 
     def poll(self) -> None:
         """Do nothing: there is never anything left."""
 
+    def forget(self) -> None:
+        """Let go of the tables."""
+        self._tables.clear()
 
-def _on_host(piece: "torch.Tensor | Gather | Head") -> Values:
-    # Slicing and indexing an array costs a fraction of what it costs on a tensor.
-    if isinstance(piece, Gather):
-        gathered: Values = piece.table.numpy()[piece.rows_np]
-        return gathered
-    if isinstance(piece, Head):
-        return piece.buffer.numpy()[: piece.rows]
-    return piece.numpy()
+    def _table(self, tensor: "torch.Tensor") -> Values:
+        known = self._tables.get(id(tensor))
+        if known is not None and known[0] is tensor and known[1] == tensor.data_ptr():
+            return known[2]
+        if len(self._tables) >= TABLES_MAX:
+            self._tables.clear()  # an engine that makes new ones as it goes
+        array: Values = tensor.numpy()
+        self._tables[id(tensor)] = (tensor, tensor.data_ptr(), array)
+        return array
 
 
 def _on_device(piece: "torch.Tensor | Gather | Head") -> "torch.Tensor":
@@ -164,6 +189,9 @@ class CudaStaging:
             self._publish_done()
         finally:
             self._publishing.release()
+
+    def forget(self) -> None:
+        """Do nothing: tensors are kept by the copies in flight only, and go with them."""
 
     def _publish_done(self) -> None:
         while self._flights and self._flights[0].buffer.done.query():

@@ -213,4 +213,5 @@ class _Timer(threading.Thread):
             except Exception as error:  # noqa: BLE001  # a daemon must not die with a traceback in the engine's log
                 self._probe.disarm(f"publishing failed: {one_line(error)}")
             self._probe.heartbeat()
+        self._probe.report()
         self._disarmed()

@@ -4,9 +4,9 @@ Names on the engine's side are those of releases 0.23 to 0.33, which `vllm_varia
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+KNOWN_MAX: Final = 64
+"""Batches whose keys are kept: as many as are in flight come again and again, with the same requests."""
+
+
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """Which request is in which slot, row by row of one batch; arrays of shape [rows]."""
 
     request: U64
@@ -32,10 +35,12 @@ class Keys:
     def __init__(self) -> None:
         self._by_id: dict[str, int] = {}
         self._id_of_slot: dict[int, str] = {}
+        self._batches: dict[tuple[str, ...], U64] = {}
 
     def bind(self, request_id: str, slot: int, key: int) -> None:
         """Remember a request until its slot is freed, or taken without that."""
         self.free(slot)
+        self._batches.clear()
         self._by_id[request_id] = key
         self._id_of_slot[slot] = request_id
 
@@ -43,27 +48,33 @@ class Keys:
         """Forget the request of ``slot``."""
         request_id = self._id_of_slot.pop(slot, None)
         if request_id is not None:
+            self._batches.clear()
             self._by_id.pop(request_id, None)
 
     def of(self, request_ids: list[str]) -> U64:
-        """Keys of a batch's rows, uint64 [rows]; 0 for a request never bound."""
-        known = self._by_id
-        try:
-            return np.fromiter(map(known.__getitem__, request_ids), np.uint64, len(request_ids))
-        except KeyError:
-            return np.array([known.get(request_id, 0) for request_id in request_ids], np.uint64)
+        """Keys of a batch's rows, uint64 [rows], read-only; 0 for a request never bound."""
+        batch = tuple(request_ids)
+        found = self._batches.get(batch)
+        if found is None:
+            if len(self._batches) >= KNOWN_MAX:
+                self._batches.clear()
+            found = np.array([self._by_id.get(request_id, 0) for request_id in batch], np.uint64)
+            found.flags.writeable = False
+            self._batches[batch] = found
+        return found
 
 
 def rows_of(batch: Any, keys: Keys, generations: NDArray[np.int32]) -> Rows:
     """The rows of ``batch``, with each slot's generation as it is now."""
     slots = batch.idx_mapping_np
-    return Rows(keys.of(batch.req_ids), slots.astype(np.int32), generations[slots])
+    return Rows(keys.of(batch.req_ids), slots.astype(np.int32), generations.take(slots))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """What the scheduler planned for a step; scalars of the inputs record."""
 
+    step: int
+    """The step's ordinal."""
     tick: int
     graph_mode: int
     spec_tokens: int
@@ -76,9 +87,9 @@ def stage_inputs(
     rows: Rows,
     plan: Plan,
     adaptive: bool,
-    publish: Callable[[Inputs], None],
+    publish: Callable[[Inputs, int], None],
 ) -> None:
-    """Bring the inputs of ``batch`` to the host and hand them to ``publish``.
+    """Bring the inputs of ``batch`` to the host and hand them to ``publish``, with the step's ordinal.
 
     ``states`` is the engine's RequestState. With ``adaptive`` verification only the device knows how many
     drafts each row got: the host's counts are upper bounds, so the boundaries are read from the device.
@@ -92,7 +103,7 @@ def stage_inputs(
     host = (
         batch.num_computed_tokens_np,
         batch.prefill_len_np,
-        states.max_seq_len[host_slots],
+        states.max_seq_len.take(host_slots),
         batch.is_prefilling_np.view(np.uint8),
     )
     padded = int(batch.num_tokens_after_padding)
@@ -135,14 +146,14 @@ def stage_inputs(
                 ids,
                 positions,
                 prefilling,
-            )
+            ),
+            plan.step,
         )
 
     staging.take(pieces, arrived)
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
+class Deferred(msgspec.Struct, frozen=True):
     """A payload received and not yet consumed, beside the engine's own entry for it."""
 
     entry: Any
@@ -177,7 +188,7 @@ def payload(
         num_rejected,
         tokens.reshape(count, -1),
         values[3] if len(values) > 3 else np.zeros((count, 0), np.int32),
-        np.ones(count, np.uint8) if applied is None else applied.astype(np.uint8),
+        np.ones(count, np.uint8) if applied is None else applied.view(np.uint8),
     )
 
 

@@ -22,7 +22,7 @@ from stagewatch.agents.engines.vllm_mask import sound_mask
 from stagewatch.agents.engines.vllm_variants import Finding
 from stagewatch.agents.engines.wrapping import Args, Kwargs, Wrapping, argument, is_watched
 from stagewatch.agents.errors import StagewatchError
-from stagewatch.agents.mask import BoolArray
+from stagewatch.agents.mask import BoolArray, has_any
 from stagewatch.agents.probe import Probe
 from stagewatch.agents.record import I32, UNKNOWN, Kind, request_key
 
@@ -31,7 +31,7 @@ _RECEIVE_NAMES: Final = ("irecv_tensor_dict", "recv_tensor_dict")
 _DRAFTS_AT: Final = 3
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     """The last stage's payload of a step while its parts come in."""
 
@@ -63,8 +63,6 @@ class RankHooks:
         distributed: Any,
         pp_group: Any,
     ) -> None:
-        self.suspended = False
-        """True while the engine runs batches that belong to no request: profiling and warm-up."""
         self._probe = probe
         self._finding = finding
         self._staging = staging
@@ -84,7 +82,17 @@ class RankHooks:
         self._dummy_at = _position(runner.execute_model, "dummy_run")
         self._descriptor_at = _position(runner.prepare_inputs, "batch_desc")
         self._deferred: deque[Deferred] = deque()
-        self._wrapping = Wrapping(probe, self._active)
+        self._group = pp_group.world_size
+        self._wrapping = Wrapping(probe)
+
+    @property
+    def suspended(self) -> bool:
+        """True while the engine runs batches that belong to no request: profiling and warm-up."""
+        return self._wrapping.suspended
+
+    @suspended.setter
+    def suspended(self, suspended: bool) -> None:
+        self._wrapping.suspended = suspended
 
     def install(self) -> None:
         """Put the wrappers in place.
@@ -98,13 +106,13 @@ class RankHooks:
         try:
             wrap(self._runner, "execute_model", self._execute)
             wrap(self._runner, "prepare_inputs", None, self._prepared)
-            wrap(self._runner, "sample_tokens", None, self._sampled)
             wrap(self._states, "add_request", None, self._added)
             wrap(self._handler, "on_req_idx_freed", self._freed)
             if self._handler.is_last_rank:
                 wrap(self._handler, "broadcast", None, self._broadcast)
                 if self._finding.relay:
                     wrap(self._handler, self._finding.relay, None, self._relayed)
+                    wrap(self._runner, "sample_tokens", None, self._sampled)
             else:
                 wrap(self._handler, "receive", None, self._received)
                 wrap(self._handler, "get_prev_sampled_outputs", self._consuming, self._consumed)
@@ -120,10 +128,8 @@ class RankHooks:
         """Take the wrappers off, and let go of what belongs to the engine."""
         self._wrapping.remove()
         self._deferred.clear()
+        self._staging.forget()
         self._sent = self._batch_slots = self._batch_rows = None
-
-    def _active(self) -> bool:
-        return self._probe.armed and not self.suspended
 
     def _execute(self, args: Args, kwargs: Kwargs) -> None:
         if not argument(args, kwargs, self._dummy_at, "dummy_run"):
@@ -136,35 +142,37 @@ class RankHooks:
         if manager is not None:
             # This rank feeds a part of the batch; all decisions are taken on the whole of it.
             batch = getattr(manager, "global_batch", None) or manager._global_batch
+        descriptor = argument(args, kwargs, self._descriptor_at, "batch_desc")
+        graph_mode = getattr(getattr(descriptor, "cg_mode", None), "value", None)
+        scheduled = argument(args, kwargs, 0, "scheduler_output")
+        planned = getattr(scheduled, "num_spec_tokens_to_schedule", None)
         plan = Plan(
+            self._probe.begin(),
             self._tick,
-            _graph_mode(argument(args, kwargs, self._descriptor_at, "batch_desc")),
-            _count(
-                getattr(argument(args, kwargs, 0, "scheduler_output"), "num_spec_tokens_to_schedule", None)
-            ),
+            graph_mode if isinstance(graph_mode, int) else UNKNOWN,
+            planned if isinstance(planned, int) else UNKNOWN,
         )
-        probe, step = self._probe, self._probe.begin()
         rows = vllm_batch.rows_of(batch, self._keys, self._handler.req_idx_gen_np)
         self._batch_slots, self._batch_rows = batch.idx_mapping_np, rows
         adaptive = getattr(self._runner, "adaptive_verification", None) is not None
-        vllm_batch.stage_inputs(
-            self._staging, batch, self._states, rows, plan, adaptive, lambda body: probe.inputs(body, step)
-        )
+        vllm_batch.stage_inputs(self._staging, batch, self._states, rows, plan, adaptive, self._probe.inputs)
 
     def _rows(self, batch: Any) -> Rows:
         """Rows of ``batch``: those of the step's inputs where it is the same batch, with their generations now."""
         known, generations = self._batch_rows, self._handler.req_idx_gen_np
         if known is None or batch.idx_mapping_np is not self._batch_slots:
             return vllm_batch.rows_of(batch, self._keys, generations)
-        return Rows(known.request, known.slot, generations[known.slot])
+        return Rows(known.request, known.slot, generations.take(known.slot))
 
     def _masked(self, _: Any, mask: BoolArray | None, args: Args, kwargs: Kwargs) -> None:
         if self._mask_step == self._probe.step:
             return  # the last stage computes it once per broadcast
         self._mask_step, self._mask = self._probe.step, mask
         batch = argument(args, kwargs, 0, "input_batch")
-        caps = self._states.max_seq_len[batch.idx_mapping_np]
-        fixed = sound_mask(batch, refined=self._finding.refined, max_seq_len=caps)
+        # Only a row that is prefilling can be refined away, and most batches have none.
+        refined = self._finding.refined and has_any(batch.is_prefilling_np)
+        caps = self._states.max_seq_len.take(batch.idx_mapping_np) if refined else None
+        fixed = sound_mask(batch, refined=refined, max_seq_len=caps)
         self._probe.mask(mask, fixed, batch.num_reqs)
 
     def _broadcast(self, _: Any, __: Any, args: Args, kwargs: Kwargs) -> None:
@@ -214,16 +222,13 @@ class RankHooks:
         queue = self._handler.queue
         entry = queue[-1]
         probe, step = self._probe, self._probe.step
-        rows = self._rows(batch)
         if entry is None:
-            probe.payload(Kind.RECEIVED, step, vllm_batch.skipped(rows))
+            probe.payload(Kind.RECEIVED, step, vllm_batch.skipped(self._rows(batch)))
             return
         if self._deferred and self._deferred[-1].entry is entry:
             probe.dropped()  # received into no place of its own: whose values these are is not known
             return
-        if entry.idx_mapping_np is not batch.idx_mapping_np:
-            rows = Rows(rows.request, entry.idx_mapping_np.astype(np.int32), rows.generation)
-        rows = Rows(rows.request, rows.slot, entry.gen_at_receive_np.astype(np.int32))
+        rows = self._rows_received(batch, entry)
         self._deferred.append(Deferred(entry, step, rows))
         while len(self._deferred) > len(queue):
             self._deferred.popleft()  # the engine has let go of it without consuming it
@@ -235,12 +240,23 @@ class RankHooks:
 
         self._staging.take(_tensors(entry), arrived, after=entry.event)
 
+    def _rows_received(self, batch: Any, entry: Any) -> Rows:
+        """Rows of ``batch`` as the engine's ``entry`` has them: its slots and its generations."""
+        known = self._batch_rows
+        if known is not None and entry.idx_mapping_np is batch.idx_mapping_np is self._batch_slots:
+            return Rows(known.request, known.slot, entry.gen_at_receive_np.astype(np.int32))
+        return Rows(
+            self._keys.of(batch.req_ids),
+            entry.idx_mapping_np.astype(np.int32),
+            entry.gen_at_receive_np.astype(np.int32),
+        )
+
     def _consuming(self, args: Args, kwargs: Kwargs) -> tuple[Any, I32 | None]:
         queue = self._handler.queue
         entry = queue[0] if queue else None
         if entry is None:
             return None, None
-        return entry, self._handler.req_idx_gen_np[entry.idx_mapping_np]
+        return entry, self._handler.req_idx_gen_np.take(entry.idx_mapping_np)
 
     def _consumed(
         self, seen: tuple[Any, I32 | None] | None, outputs: Any, args: Args, kwargs: Kwargs
@@ -299,30 +315,24 @@ class RankHooks:
         if group is None or group is not self._handler.broadcast_group:
             return
         tensor = argument(args, kwargs, 0, "tensor")
-        self._probe.collective(
-            "pp_broadcast", "broadcast", _dtype(tensor), tensor.numel(), self._pp_group.world_size
-        )
+        self._probe.collective("pp_broadcast", "broadcast", _dtype(tensor), tensor.numel(), self._group)
 
     def _sending(self, args: Args, kwargs: Kwargs) -> None:
         tensors = [t for t in argument(args, kwargs, 0, "tensor_dict").values() if hasattr(t, "numel")]
         dtype = _dtype(tensors[0]) if tensors else "none"
         numel = sum(tensor.numel() for tensor in tensors)
-        self._probe.collective("pp_p2p", "send", dtype, numel, self._pp_group.world_size)
+        self._probe.collective("pp_p2p", "send", dtype, numel, self._group)
 
     def _receiving(self, args: Args, kwargs: Kwargs) -> None:
         # The receiver learns dtype and size from the sender. It receives before it prepares its step's inputs.
         step = self._probe.step + 1
-        self._probe.collective("pp_p2p", "receive", "unknown", UNKNOWN, self._pp_group.world_size, step)
+        self._probe.collective("pp_p2p", "receive", "unknown", UNKNOWN, self._group, step)
 
 
 def _tensors(entry: Any) -> list[Any]:
     found = [entry.sampled_tokens, entry.num_sampled, entry.num_rejected]
     drafts = getattr(entry, "draft_tokens", None)
     return found if drafts is None else [*found, drafts]
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) else UNKNOWN
 
 
 def _position(function: Callable[..., Any], name: str) -> int:
@@ -341,7 +351,3 @@ def _dtype_name(dtype: Any) -> str:
 
 def _dtype(tensor: Any) -> str:
     return _dtype_name(tensor.dtype)
-
-
-def _graph_mode(descriptor: Any) -> int:
-    return _count(getattr(getattr(descriptor, "cg_mode", None), "value", None))

@@ -17,12 +17,18 @@ _INSTANCE: Final = "stagewatch/instance"
 def instance_of(config: Any, store: Callable[[], Any]) -> str:
     """Name of this life of the engine, the same on all its ranks.
 
-    It is `VllmConfig.instance_id`. Where an engine spans nodes that each make a configuration of their own, so
-    also an id of their own, ranks take the first one that reaches the process group's ``store``: one atomic
-    compare-and-set, after the group was made, which nothing waits for.
+    It is `VllmConfig.instance_id`. Data parallel replicas of a dense model are engines of their own that were given
+    one configuration and no rank among each other, only an index: all but the first have it in their name. Where an
+    engine spans nodes that each make a configuration of their own, so also an id of their own, ranks take the first
+    one that reaches the process group's ``store``: one atomic compare-and-set, after the group was made, which
+    nothing waits for.
     """
+    parallel = config.parallel_config
     own = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(config.instance_id)) or "unnamed"
-    if getattr(config.parallel_config, "nnodes", 1) == 1:
+    replica = getattr(parallel, "data_parallel_index", 0)
+    if replica and parallel.data_parallel_size == 1:
+        own = f"{own}-replica{replica}"
+    if getattr(parallel, "nnodes", 1) == 1:
         return own
     return bytes(store().compare_set(_INSTANCE, "", own)).decode()
 

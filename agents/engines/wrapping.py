@@ -1,7 +1,11 @@
 """Wrappers around an engine's callables that cannot hurt it.
 
 The engine's call always runs, exactly once, with its own arguments, and its result or exception passes
-through untouched. What a hook raises disarms the probe and goes no further.
+through untouched. What a hook raises disarms the probe and goes no further, whatever it is; only what ends the
+process (KeyboardInterrupt, SystemExit: a signal that arrived while a hook ran) is the engine's business.
+
+A wrapper is as flat as it is because it is called many times a step, each time with caches that the engine's
+own work has had: every function called in it would be fetched anew.
 """
 
 import functools
@@ -36,31 +40,57 @@ class _Wrapped:
 class Wrapping:
     """A set of wrappers over attributes of objects, classes or modules, installed together and removed together.
 
-    ``active`` says whether hooks run at present; where it is false a call goes straight to the engine.
+    Hooks run while the probe is armed and the set is not ``suspended``; else a call goes straight to the engine.
     """
 
-    def __init__(self, probe: Probe, active: Callable[[], bool]) -> None:
-        self._probe = probe
-        self._active = active
-        self._wrapped: list[_Wrapped] = []
+    def __init__(self, probe: Probe) -> None:
+        self.suspended = False
+        self._probe: Final = probe
+        self._wrapped: Final[list[_Wrapped]] = []
         self._spent_ns = 0
+
+    def active(self) -> bool:
+        """Whether hooks run at present."""
+        return self._probe.armed and not self.suspended
 
     def wrap(self, target: Any, name: str, before: Before | None = None, after: After | None = None) -> None:
         """Put a wrapper in place of ``target.name``. Raises AttributeError where there is nothing to wrap."""
         original = getattr(target, name)
-        active, safely = self._active, self._safely
+        probe, clock = self._probe, time.perf_counter_ns
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not active():
+            if not probe.armed or self.suspended:
                 return original(*args, **kwargs)
-            seen = safely(before, args, kwargs) if before is not None else None
+            seen = None
+            if before is not None:
+                began = clock()
+                try:
+                    seen = before(args, kwargs)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
+                    try:
+                        self._failed(before, error)
+                    except Exception:  # noqa: BLE001  # see `Probe.fell`
+                        probe.fell, probe.armed = (name, error.with_traceback(None)), False
+                self._spent_ns += clock() - began
             result = original(*args, **kwargs)
-            if after is not None:
-                safely(after, seen, result, args, kwargs)
+            if after is not None and probe.armed:
+                began = clock()
+                try:
+                    after(seen, result, args, kwargs)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
+                    try:
+                        self._failed(after, error)
+                    except Exception:  # noqa: BLE001  # see `Probe.fell`
+                        probe.fell, probe.armed = (name, error.with_traceback(None)), False
+                self._spent_ns += clock() - began
             return result
 
-        setattr(call, _ACTIVE, active)
+        setattr(call, _ACTIVE, self.active)
         own = name in getattr(target, "__dict__", {})
         setattr(target, name, call)
         self._wrapped.append(_Wrapped(target, name, call, own, original))
@@ -76,16 +106,8 @@ class Wrapping:
             else:
                 delattr(found.target, found.name)
 
-    def _safely(self, hook: Callable[..., Any], *args: Any) -> Any:
-        began = time.perf_counter_ns()
-        try:
-            return hook(*args)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it must not reach the engine
-            name = getattr(hook, "__name__", "hook").lstrip("_")
-            self._probe.disarm(f"{name} failed: {one_line(error)}")
-            return None
-        finally:
-            self._spent_ns += time.perf_counter_ns() - began
+    def _failed(self, hook: Callable[..., Any], error: BaseException) -> None:
+        self._probe.disarm(f"{getattr(hook, '__name__', 'hook').lstrip('_')} failed: {one_line(error)}")
 
     def settle(self) -> None:
         """Account to the probe's current step what its hooks took; called once a step, because that costs, too."""
@@ -100,4 +122,6 @@ def is_watched(function: Any) -> bool:
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
     """The argument that a caller gave by position or by name; None if it gave neither."""
-    return kwargs[name] if name in kwargs else args[position] if len(args) > position else None
+    if len(args) > position:
+        return args[position]
+    return kwargs.get(name)

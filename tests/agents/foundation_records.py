@@ -4,6 +4,7 @@ import struct
 import zlib
 from dataclasses import fields
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -107,16 +108,21 @@ def bodies(draw: st.DrawFn, kind: Kind) -> Body:
     return body_of(kind, draw(st.integers(0, 2**32)), rows=draw(small), width=draw(small), drafts=draw(small))
 
 
+def field_names(of: Record | Body) -> list[str]:
+    """Fields of a record or a body."""
+    return [field.name for field in (fields(of) if isinstance(of, Record) else msgspec.structs.fields(of))]
+
+
 def same(one: Record | Body, other: Record | Body) -> bool:
     """Whether two records or bodies are equal in every field, dtypes and shapes included."""
     if type(one) is not type(other):
         return False
-    for field in fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
+    for name in field_names(one):
+        a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, np.ndarray):
             if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b):
                 return False
-        elif not (same(a, b) if field.name == "body" else a == b):
+        elif not (same(a, b) if name == "body" else a == b):
             return False
     return True
 

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from foundation_records import body_of, decoding, identity, same
+from msgspec.structs import replace
 
 from stagewatch.agents.budget import Budget
 from stagewatch.agents.probe import REASON_MAX, REQUEST_ID_MAX, SLOTS_MAX, Health, Probe

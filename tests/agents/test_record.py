@@ -1,16 +1,17 @@
 """The record: bytes that come back as what went in, or not at all."""
 
 import struct
-from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from foundation_records import bodies, body_of, decoding, same, sealed
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
-from stagewatch.agents import record
+from stagewatch.agents import layout
 from stagewatch.agents.errors import RecordError
 from stagewatch.agents.record import (
     BODIES,
@@ -275,19 +276,17 @@ class TestSchema:
             at += column.nbytes
 
     def test_fields_that_do_not_follow_the_declaration_are_refused(self) -> None:
-        @dataclass(frozen=True)
-        class Astray:
+        class Astray(msgspec.Struct):
             SCALARS: ClassVar = ("slot",)
             COLUMNS: ClassVar = ()
             TEXT: ClassVar = None
             other: int
 
         with pytest.raises(TypeError, match="do not follow"):
-            record._Schema(Astray)  # type: ignore[arg-type]
+            layout.Schema(Astray)  # type: ignore[arg-type]
 
     def test_columns_that_would_lie_askew_are_refused(self) -> None:
-        @dataclass(frozen=True)
-        class Askew:
+        class Askew(msgspec.Struct):
             SCALARS: ClassVar = ()
             COLUMNS: ClassVar = (("flags", "u1", Extent.ROW), ("request", "u8", Extent.ROW))
             TEXT: ClassVar = None
@@ -295,7 +294,7 @@ class TestSchema:
             request: Any
 
         with pytest.raises(TypeError, match="widest first"):
-            record._Schema(Askew)  # type: ignore[arg-type]
+            layout.Schema(Askew)  # type: ignore[arg-type]
 
     def test_request_keys_are_stable(self) -> None:
         # Ranks on different hosts, and journals of different days, are joined by them.

@@ -133,7 +133,9 @@ class TestAdaptiveVerification:
         )
         rows = Rows(np.array([7, 8], np.uint64), slots.astype(np.int32), np.zeros(2, np.int32))
         found: list[Inputs] = []
-        vllm_batch.stage_inputs(HostStaging(), batch, states, rows, Plan(1, -1, 3), True, found.append)
+        vllm_batch.stage_inputs(
+            HostStaging(), batch, states, rows, Plan(1, 1, -1, 3), True, lambda body, step: found.append(body)
+        )
         (body,) = found
         assert body.scheduled.tolist() == [1, 3]
         assert body.draft_count.tolist() == [0, 2]

@@ -250,15 +250,10 @@ class Unreadable:
     def __setitem__(self, slot: int, value: int) -> None:
         self._values[slot] = value
 
+    def take(self, slots: np.ndarray) -> np.ndarray:
+        raise ValueError("the engine hides it")
+
     def __getitem__(self, slot: object) -> int:
         if isinstance(slot, np.ndarray):
-            if _called_by_a_hook():
-                raise ValueError("the engine hides it")
             return np.array([self._values[int(each)] for each in slot])  # type: ignore[return-value]
         return self._values[slot]  # type: ignore[index]
-
-
-def _called_by_a_hook() -> bool:
-    import inspect
-
-    return any("agents" in frame.filename for frame in inspect.stack()[2:3])

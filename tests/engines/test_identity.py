@@ -52,6 +52,15 @@ class TestInstance:
 
         assert instance_of(config("abc/1"), no_store) == "abc-1"
 
+    def test_replicas_that_share_a_configuration_are_engines_of_their_own(self) -> None:
+        """GIVEN data parallel replicas of a dense model, all rank 0 of 1 by what they are told THEN each has a name."""
+        found = [instance_of(config("abc", data_parallel_index=index), lambda: None) for index in range(3)]
+        assert found == ["abc", "abc-replica1", "abc-replica2"]
+
+    def test_replicas_that_know_their_rank_share_their_engines_name(self) -> None:
+        parallel = {"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_index": 1}
+        assert instance_of(config("abc", **parallel), lambda: None) == "abc"
+
     def test_is_the_first_ranks_on_all_nodes(self) -> None:
         store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)

@@ -25,7 +25,7 @@ BOTH, FIRST, LAST = (0, 1), (0,), (1,)
 HOOKS = {
     "_execute": BOTH,
     "_prepared": BOTH,
-    "_sampled": BOTH,
+    "_sampled": LAST,
     "_added": BOTH,
     "_freed": BOTH,
     "_masked": BOTH,
@@ -102,6 +102,7 @@ class Noting(HostStaging):
     """A staging that remembers which events it was told to wait for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.afters: list[object] = []
 
     def take(self, pieces: Any, publish: Any, after: Any = None) -> None:

@@ -1,8 +1,7 @@
 """What the lab's tests share: how records of ranks are lined up and compared."""
 
-from dataclasses import fields
-
 import numpy as np
+from msgspec.structs import fields
 
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.record import Inputs, Kind, Record

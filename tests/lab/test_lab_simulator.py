@@ -1,6 +1,6 @@
 """The sound engine: ranks agree at every step, outputs are those of one unsplit engine, runs repeat exactly."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab_records import disagreements, inputs_by_step
+from msgspec.structs import fields
 
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.lab import ProbeLike
