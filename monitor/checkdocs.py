@@ -54,8 +54,9 @@ HEAD: Final = """\
 A step's row is CONSISTENT, DIVERGED or INDETERMINATE, the last always with a reason: `rank_missing` (a rank was never
 heard of, or fell silent), `gap` (a rank's ring was overrun), `batch_differs` (ranks ran different batches under one
 ordinal), `ordinals_shifted` (a rank counted its batches otherwise than the others, and these have no counterpart on
-record), `digests_differ` (ranks' sidecars use different digest keys, or only some hide request ids), `not_consumed` (the evidence ended before every rank had come so far). A ring or stream of another schema is
-refused where it is read, and its rank counts as missing. Only complete evidence accuses.
+record), `digests_differ` (ranks' sidecars use different digest keys, or only some hide request ids), `not_consumed`
+(the evidence ended before every rank had come so far). A ring or stream of another schema is refused where it is read,
+and its rank counts as missing. Only complete evidence accuses.
 
 Severity only rises. An incident is one request and one cause; a cause of the whole engine is one incident, whose
 chain names the first requests it harms. Findings of one step are told causes first, in the order of this page.

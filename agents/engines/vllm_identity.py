@@ -96,6 +96,9 @@ def fingerprints(config: Any, runner: Any) -> dict[str, str]:
     layout = draft_layout(runner)
     if layout:
         found["draft_layout"] = layout
+    configured, loaded = draft_facts(runner, draft)
+    if configured:
+        found["draft_configured"], found["draft_loaded"] = configured, loaded
     return found
 
 
@@ -103,8 +106,7 @@ def draft_layout(runner: Any) -> str:
     """How the drafter of ``runner`` lies in memory, as loaded; empty on a rank that has none, or does not show it.
 
     Only the last stage drafts, so this is compared between its tensor parallel peers, which must have built the
-    same drafter (vLLM PR 50280). It is not held against the drafter's configuration: loading a drafter changes that
-    on the last stage alone, and drafters share embeddings or heads with their target whatever it says.
+    same drafter (vLLM PR 50280).
     """
     try:
         model = runner.get_draft_model()
@@ -116,6 +118,30 @@ def draft_layout(runner: Any) -> str:
     except Exception:  # noqa: BLE001  # a drafter of another kind is no reason not to arm
         return ""
     return f"{type(model).__name__}, {len(shapes)} tensors {_hashed(shapes)}, {tied}"
+
+
+def draft_facts(runner: Any, draft: Any) -> tuple[str, str]:
+    """What the configuration ``draft`` (a ModelConfig) says of the drafter of ``runner``, and what was loaded.
+
+    Both in the same words, so that they are equal unless they contradict each other; empty on a rank without drafter,
+    and where neither can be told. Loading a drafter may change its configuration, on the last stage alone, so it is
+    the one as of now. A drafter may share embeddings or its head with its target, whatever its configuration says:
+    then only what both must have in common is told.
+    """
+    try:
+        model = runner.get_draft_model()
+        said = getattr(draft, "hf_text_config", None) or draft.hf_config
+        embedding = getattr(getattr(model, "model", model), "embed_tokens", None)
+        head = getattr(getattr(model, "lm_head", None), "weight", None)
+        weight = embedding.weight
+        target = {id(parameter) for parameter in runner.model.parameters()}
+        facts = [("hidden size", said.hidden_size, weight.shape[1])]
+        if id(weight) not in target and head is not None and id(head) not in target:
+            facts.append(("tied embeddings", bool(said.tie_word_embeddings), head is weight))
+    except Exception:  # noqa: BLE001  # a drafter of another kind is no reason not to arm
+        return "", ""
+    configured, loaded = (", ".join(f"{fact[0]} {fact[place]}" for fact in facts) for place in (1, 2))
+    return configured, loaded
 
 
 def _hashed(*parts: object) -> str:

@@ -373,3 +373,25 @@ def test_configurations_are_compared_before_the_first_step() -> None:
     assert [(i.check, i.first_bad_step, i.blamed, i.fields) for i in incidents] == [
         ("configuration", 0, (0,), ("drafter",))
     ]
+
+
+def draft(loaded: str) -> tuple[Fingerprint, ...]:
+    return (Fingerprint("draft_configured", "hidden size 64"), Fingerprint("draft_loaded", loaded))
+
+
+def test_a_draft_model_that_contradicts_its_own_configuration_is_told_before_the_first_step() -> None:
+    """GIVEN one rank that drafts, THEN it is held against its own word: no other rank has anything to compare."""
+    story = Story()
+    story.fingerprints = {2: draft("hidden size 32")}
+    story.step(prefill())
+    (incident,) = story.incidents()
+    assert (incident.check, incident.first_bad_step, incident.blamed) == ("configuration", 0, (2,))
+    assert [value.text for value in incident.values] == ["hidden size 64", "hidden size 32"]
+
+
+def test_draft_models_of_two_stages_may_be_configured_otherwise() -> None:
+    """Loading a drafter changes its configuration on the last stage alone."""
+    story = Story()
+    story.fingerprints = {1: (Fingerprint("draft_configured", "hidden size 32"),), 2: draft("hidden size 64")}
+    story.step(prefill())
+    assert story.incidents() == []

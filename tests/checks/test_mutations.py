@@ -5,16 +5,18 @@ Each mutation names the tests that must fail without it; they are run in this pr
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import test_checks
 import test_faults
+import test_shifts
 import test_verdicts
 from simulated import Run, plan
 
-from stagewatch.monitor import alignment, blame, correlate, engine, history, lanes
+from stagewatch.monitor import alignment, blame, correlate, engine, gaps, history, lanes, shifts
 from stagewatch.monitor.checks import collective_order, excluded_row, registry, stall
 from stagewatch.monitor.checks import payload_mismatch as payload
 
@@ -57,9 +59,9 @@ def in_checks(name: str, value: Any, *modules: str) -> Mutation:
     return mutate
 
 
-def method(cls: type, name: str) -> Test:
-    """One of the unit tests."""
-    return lambda: getattr(cls(), name)()
+def method(cls: type | ModuleType, name: str, *arguments: Any) -> Test:
+    """One of the unit tests, of a class or of a module."""
+    return lambda: getattr(cls() if isinstance(cls, type) else cls, name)(*arguments)
 
 
 LIVE = test_verdicts.TestLiveness
@@ -70,6 +72,7 @@ CHECKS: dict[str, list[Test]] = {
         method(LIVE, "test_a_rank_whose_sidecar_died_is_silent_and_the_engine_not_stalled"),
     ],
     "stall": [fault("op-dropped")],
+    "ordinal-shift": [method(test_shifts, "test_shifts_again_and_back_are_one_incident")],
     "batch-disagreement": [fault("batch-reordered")],
     "slot-generation": [fault("stale-slot-write")],
     "tp-disagreement": [fault("tp-samples-apart")],
@@ -151,12 +154,65 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         [method(test_checks.TestPayload, "test_rows_outside_the_mask_are_undefined")],
     ),
     "alignment: steps of which records were lost": (
-        replacing(lanes.Lane, "_note_gaps", lambda *_: None),
+        replacing(gaps.Gaps, "note", lambda *_: None),
         [method(test_checks.TestCollectives, "test_a_call_may_be_missing_from_a_record_that_lost_some")],
     ),
     "alignment: batches must be the same": (
         replacing(alignment, "FINGERPRINT", ()),
         [fault("batch-reordered")],
+    ),
+    "alignment: a shift needs several batches": (
+        replacing(shifts, "MATCHES", 1),
+        [method(test_shifts, "test_too_few_batches_after_a_shift_accuse_nobody", 1)],
+    ),
+    "alignment: batches found again at no constant distance accuse nobody": (
+        replacing(alignment.Aligner, "_unclear", lambda _, steps: np.zeros(len(steps), np.bool_)),
+        [method(test_shifts, "test_too_few_batches_after_a_shift_accuse_nobody", 2)],
+    ),
+    "alignment: ranks that are at one again need no longer wait": (
+        replacing(shifts.Batches, "at_one", lambda *_: False),
+        [method(test_shifts, "test_ranks_that_exchange_two_batches_ran_them_in_another_order")],
+    ),
+    "alignment: equal-looking batches are told apart by how far the request has come": (
+        replacing(shifts, "_apart", lambda one, _: np.zeros(len(one.rows), np.bool_)),
+        [
+            method(
+                test_shifts,
+                "test_a_request_that_decodes_alone_is_compared_at_the_right_steps",
+                2,
+                0,
+                "one fewer",
+            )
+        ],
+    ),
+    "alignment: what a missed batch left beside is not compared": (
+        replacing(gaps.Gaps, "add", lambda *_: None),
+        [method(test_shifts, "assert_told_and_compared", 2, 2, 1, "one not counted")],
+    ),
+    "alignment: a payload is consumed once": (
+        replacing(lanes.Lane, "_ascends", lambda *_: True),
+        [
+            method(
+                test_shifts,
+                "test_a_request_that_decodes_alone_is_compared_at_the_right_steps",
+                2,
+                0,
+                "one not counted",
+            )
+        ],
+    ),
+    "alignment: a step that stands alone is decided when the engine stands still": (
+        replacing(engine, "stands_still", lambda _: False),
+        [
+            method(
+                test_shifts,
+                "test_a_step_that_belongs_to_nobody_else_is_a_batch_that_differs_even_if_the_engine_then_hangs",
+            )
+        ],
+    ),
+    "exception: a shift of ordinals accuses no batch": (
+        replacing(alignment, "judge", lambda *_, **__: shifts.Verdict.OTHER_BATCH),
+        [method(test_shifts, "assert_told_and_compared", 2, 1, 0, "one fewer")],
     ),
     "correlation: a life is a slot and its generation": (
         lambda monkeypatch: (

@@ -282,6 +282,7 @@ def test_ranks_that_exchange_two_batches_ran_them_in_another_order() -> None:
     assert [(i.check, i.first_bad_step, i.blamed) for i in watch.incidents()] == [
         ("batch-disagreement", STEP, (0,))
     ]
+    assert watch.incidents()[0].latency_steps <= run.sim.sizes.pp + 2
 
 
 def test_a_step_that_belongs_to_nobody_else_is_a_batch_that_differs_even_if_the_engine_then_hangs() -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch.distributed
 from standins import Pipeline
 
-from stagewatch.agents.engines.vllm_identity import draft_layout, fingerprints, identity_of, instance_of
+from stagewatch.agents.engines.vllm_identity import (
+    draft_facts,
+    draft_layout,
+    fingerprints,
+    identity_of,
+    instance_of,
+)
 from stagewatch.agents.engines.vllm_variants import inspect_engine
 from stagewatch.agents.identity import Rank, Sizes
 
@@ -133,3 +139,38 @@ class TestDraftLayout:
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.0"))
         assert draft_layout(runner()) == draft_layout(with_drafter(drafter)) == ""
         assert "draft_layout" not in fingerprints(config(), with_drafter(drafter))
+
+
+def drafting(drafter: torch.nn.Module, target: torch.nn.Module | None = None) -> SimpleNamespace:
+    """A runner whose target is ``target``."""
+    return SimpleNamespace(model=target or torch.nn.Module(), get_draft_model=lambda: drafter)
+
+
+def drafter_config(hidden: int = 8, tied: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(hf_config=SimpleNamespace(hidden_size=hidden, tie_word_embeddings=tied))
+
+
+class TestDraftFacts:
+    """A rank's drafter is held against that rank's own configuration."""
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_a_drafter_as_configured_is_told_in_the_same_words(self, tied: bool) -> None:
+        configured, loaded = draft_facts(drafting(Drafter(tied=tied)), drafter_config(tied=tied))
+        assert configured == loaded != ""
+
+    @pytest.mark.parametrize("drafter", [Drafter(tied=True), Drafter(hidden=9)])
+    def test_another_one_is_told_apart(self, drafter: Drafter) -> None:
+        configured, loaded = draft_facts(drafting(drafter), drafter_config())
+        assert configured != loaded
+
+    @pytest.mark.parametrize("part", ["model.embed_tokens", "lm_head"])
+    def test_what_is_shared_with_the_target_is_not_held_against_it(self, part: str) -> None:
+        drafter = Drafter()
+        target = torch.nn.Module()
+        target.shared = drafter.get_submodule(part)
+        configured, loaded = draft_facts(drafting(drafter, target), drafter_config(tied=True))
+        assert configured == loaded != ""
+
+    @pytest.mark.parametrize("drafter", [None, object()])
+    def test_without_a_drafter_there_is_nothing_to_tell(self, drafter: object) -> None:
+        assert draft_facts(with_drafter(drafter), drafter_config()) == ("", "")
