@@ -13,11 +13,11 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup test test-slow test-vllm test-page screenshots lint format docs demo bench soak soak-memory chaos clean
+.PHONY: help setup test test-slow test-vllm test-page screenshots setup-observability test-observability lint format docs demo bench soak soak-memory chaos clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(READY) ## create .venv with everything the tests and the demo need
 
@@ -53,6 +53,13 @@ test-page: setup ## the live page in Debian's Chromium, in front of a real pipel
 screenshots: setup ## pictures of the live page for the README, from a real run
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; }
 	$(BIN)/python tests/page/screenshots.py
+
+setup-observability: ## install Debian's Prometheus and Alertmanager, for test-observability
+	@command -v prometheus >/dev/null && command -v prometheus-alertmanager >/dev/null \
+		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus prometheus-alertmanager; }
+
+test-observability: setup setup-observability ## dashboards, rules and alerts on a real Prometheus and Alertmanager
+	$(PYTEST) -m observability --timeout 180
 
 lint: setup ## formatting, lint, types, import contract
 	$(BIN)/ruff format --check .
