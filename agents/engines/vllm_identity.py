@@ -131,9 +131,8 @@ def draft_facts(runner: Any, draft: Any) -> tuple[str, str]:
     try:
         model = runner.get_draft_model()
         said = getattr(draft, "hf_text_config", None) or draft.hf_config
-        embedding = getattr(getattr(model, "model", model), "embed_tokens", None)
+        weight = getattr(model, "model", model).embed_tokens.weight
         head = getattr(getattr(model, "lm_head", None), "weight", None)
-        weight = embedding.weight
         target = {id(parameter) for parameter in runner.model.parameters()}
         facts = [("hidden size", said.hidden_size, weight.shape[1])]
         if id(weight) not in target and head is not None and id(head) not in target:
