@@ -1,14 +1,18 @@
 """Whatever goes wrong in the hooks, the engine serves what it would have served, and somebody is told."""
 
+import contextlib
+import inspect
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Watched, hooks_of
+from conftest import Watched, hooks_of, make_probe
 from standins import Pipeline, Request
 
 from stagewatch.agents.budget import Budget
@@ -17,7 +21,9 @@ from stagewatch.agents.engines.vllm import _Timer
 from stagewatch.agents.engines.vllm_hooks import RankHooks
 from stagewatch.agents.engines.wrapping import Wrapping
 from stagewatch.agents.errors import StagewatchError
+from stagewatch.agents.probe import Probe
 from stagewatch.agents.record import Kind
+from stagewatch.agents.ring import RingReader
 
 Watch = Callable[..., Watched]
 
@@ -52,6 +58,21 @@ class UnspeakableError(Exception):
         raise RuntimeError("no words")
 
 
+class PanicError(BaseException):
+    """What an extension of another language raises when it gives up: no Exception."""
+
+
+ERRORS = [
+    ValueError("two\nlines"),
+    UnspeakableError(),
+    MemoryError(),
+    RecursionError("maximum recursion depth exceeded"),
+    torch.OutOfMemoryError("device out of memory"),
+    PanicError(),
+    StopIteration(),
+]
+
+
 def wrapped(watched: Watched, stage: int) -> list[str]:
     """Names of the wrappers that a stage's objects carry."""
     rank = watched.pipeline.ranks[stage]
@@ -72,13 +93,11 @@ class TestEveryHook:
         watch("C")
         assert installed == set(HOOKS)
 
-    @pytest.mark.parametrize(
-        "error", [ValueError("two\nlines"), UnspeakableError()], ids=["spoken", "unspeakable"]
-    )
+    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
     @pytest.mark.parametrize("hook", HOOKS)
     def test_an_exception_disarms_its_rank_and_goes_no_further(
         self, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-        hook: str, error: Exception,
+        hook: str, error: BaseException,
     ) -> None:  # fmt: skip
         def failing(*_: Any) -> None:
             raise error
@@ -88,14 +107,92 @@ class TestEveryHook:
         watched = watch("C")
         assert watched.pipeline.serve(REQUESTS) == Pipeline("C").serve(REQUESTS)
         assert [probe.armed for probe in watched.probes] == [stage not in HOOKS[hook] for stage in BOTH]
-        words = "UnspeakableError" if isinstance(error, UnspeakableError) else "ValueError: two lines"
-        said = f"{hook.lstrip('_')} failed: {words}"
+        said = f"{hook.lstrip('_')} failed: {type(error).__name__}"
         for stage in HOOKS[hook]:
             notes = [r.body.text for r in watched.records(stage) if r.kind is Kind.NOTE]
-            assert notes == [f"disarmed: {said}"]
+            assert [note.startswith(f"disarmed: {said}") for note in notes] == [True]
+            assert ("two lines" in notes[0]) == isinstance(error, ValueError)
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == len(HOOKS[hook])
         assert all(said in message and "\n" not in message for message in messages)
+
+
+class Sampler:
+    """Something of the engine's that is hooked."""
+
+    def sample(self, deeper: int = 0) -> str:
+        return self.sample(deeper - 1) if deeper else "sampled"
+
+
+def at_the_edge(call: Callable[[], str], room: int) -> str:
+    """What ``call`` returns where the stack has room for ``room`` frames more."""
+
+    def descend(left: int) -> str:
+        return call() if left <= 0 else descend(left - 1)
+
+    return descend(sys.getrecursionlimit() - len(inspect.stack(0)) - room)
+
+
+def least_room(call: Callable[[], str]) -> int:
+    """The room that ``call`` needs to return."""
+    for room in range(200):
+        with contextlib.suppress(RecursionError):
+            at_the_edge(call, room)
+            return room
+    raise AssertionError("it needs more than it should")
+
+
+class TestTheEdgeOfTheStack:
+    """An engine deep in its own calls has room left for itself, and none for what a hook needs."""
+
+    @pytest.mark.parametrize("side", ["before", "after"])
+    def test_a_hook_without_room_is_told_of_by_another_thread(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, side: str
+    ) -> None:
+        """GIVEN every depth near the limit WHEN the engine makes a hooked call THEN it returns and is told of."""
+        told_late = 0
+        enough = least_room(lambda: Sampler().sample())
+        for room in range(enough, enough + 200):
+            directory = tmp_path / str(room)
+            directory.mkdir(mode=0o700)
+            probe, path = make_probe(directory, "C", 0, 3)
+            target, wrapping = Sampler(), Wrapping(probe)
+
+            def sampling(*_: object, probe: Probe = probe) -> None:
+                probe.note(Sampler().sample(2))
+
+            wrapping.wrap(target, "sample", **{side: sampling})
+            caplog.clear()
+            assert at_the_edge(target.sample, room) == "sampled"
+            if probe.armed:
+                break
+            told_late += not caplog.records
+            probe.report()
+            probe.report()
+            assert ["RecursionError" in record.getMessage() for record in caplog.records] == [True]
+            notes = [r.body.text for r in RingReader(path).read() if r.kind is Kind.NOTE]
+            # The call may have failed behind its own record.
+            assert len([note for note in notes if note.startswith("disarmed: ")]) == 1
+        assert probe.armed
+        assert told_late, "no depth was without room to say so"
+
+
+class TestSignals:
+    @pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+    @pytest.mark.parametrize("hook", ["_execute", "_masked"])
+    def test_what_ends_the_engine_is_let_through(
+        self, watch: Watch, monkeypatch: pytest.MonkeyPatch, hook: str, signal: type[BaseException]
+    ) -> None:
+        """GIVEN a signal that arrives while a hook runs THEN it ends the engine as it would have."""
+
+        def interrupted(*_: Any) -> None:
+            raise signal
+
+        monkeypatch.setattr(RankHooks, hook, interrupted)
+        watched = watch("C")
+        with pytest.raises(signal):
+            watched.pipeline.serve(REQUESTS)
+        assert [probe.armed for probe in watched.probes] == [True, True]
 
 
 class Noting(HostStaging):

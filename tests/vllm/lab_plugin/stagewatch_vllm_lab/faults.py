@@ -113,6 +113,44 @@ def allow_pp():
     type(ModelRegistry).is_pp_supported_model = lambda self, *args, **kwargs: True
 
 
+def budget_of_nothing():
+    """Stage 0's probe may take next to nothing of a step, and is judged after a few of them."""
+    from stagewatch.agents import arming
+    from stagewatch.agents.budget import Budget
+
+    made = arming.Probe
+
+    def probe(ring, identity, *, heartbeat_s, budget_share):
+        return made(
+            ring,
+            identity,
+            heartbeat_s=heartbeat_s,
+            budget_share=1e-9 if identity.rank.pp == 0 else budget_share,
+        )
+
+    Budget.WINDOW = 8
+    arming.Probe = probe
+
+
+def hook_raises():
+    """A hook of the last stage's fails in mid-run, with what is hardest to handle."""
+    from stagewatch.agents.engines.vllm_hooks import RankHooks
+
+    relayed = RankHooks._relayed
+    calls = []
+
+    def fails(self, *args):
+        calls.append(None)
+        if len(calls) == HOOK_RAISES_AT:
+            raise MemoryError
+        relayed(self, *args)
+
+    RankHooks._relayed = fails
+
+
+HOOK_RAISES_AT = 9
+
+
 def _is_first_stage():
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -126,4 +164,6 @@ FAULTS = {
     "payload-altered": payload_altered,
     "stale-write": stale_write,
     "allow-pp": allow_pp,
+    "budget-of-nothing": budget_of_nothing,
+    "hook-raises": hook_raises,
 }
