@@ -51,11 +51,11 @@ class Keeper:
                 process.send_signal(signal.SIGTERM)
 
     def run(self) -> int:
-        """Run until `end`; the exit status of the command's last run, 0 if it was not running then."""
+        """Run until `end`; the exit status of the command's last run, 0 if it was not running then or ended as told."""
         while not self._ending.is_set():
             status = self._run_once()
             if self._ending.is_set():
-                return status
+                return 0 if status == -signal.SIGTERM else status if status >= 0 else 128 - status
             log.warning("ship ended with status %d: starting it again in %g s", status, self._pause_s)
             self._ending.wait(self._pause_s)
         return 0

@@ -26,6 +26,8 @@ LABEL org.opencontainers.image.title="stagewatch sidecar" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=build /opt/stagewatch /opt/stagewatch
 COPY --from=build /opt/stagewatch-plugin /opt/stagewatch-plugin
+# A volume mounted at /plugin becomes the user's who copies the plugin there.
+RUN install -d -o 2000 -g 0 /plugin
 # /run/stagewatch is the memory shared with the engine; it must be mounted, and is the only place written to.
 ENV PATH=/opt/stagewatch/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
