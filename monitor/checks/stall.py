@@ -92,11 +92,24 @@ class Stall:
             blamed=group.numbers(blamed),
             fields=("progress",),
             values=tuple(
-                Value(group.number(rank.index), "collective", rank.calls[-1].size if rank.calls else "none")
+                Value(group.number(rank.index), "collective", _where(progress, rank, call, owed))
                 for rank in heard
             ),
             t_ns=max(rank.moved_ns for rank in heard),
         )
+
+
+def _where(progress: Progress, rank: RankProgress, call: Entry | None, owed: Sequence[Owed]) -> str:
+    """What a rank entered for the call that is owed, or where it stands if it has no part in that."""
+    last = rank.calls[-1].size if rank.calls else "none"
+    if call is None or call.op in POINT_TO_POINT:
+        return last
+    waits = progress.ranks[next(each.waiting[0] for each in owed if each.call == call)]
+    if rank.index not in (waits.index, *_members(progress, waits, call)):
+        return last
+    own = [each for each in rank.calls if each.step == call.step and _kind(each) == _kind(call)]
+    place = _place(waits, call)
+    return own[place - 1].size if len(own) >= place else "not entered"
 
 
 def stands_still(replicas: Sequence[Progress]) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from simulated import (
     _RULES,
@@ -39,7 +40,7 @@ def moved(record: Record, by: int, since: int, consumed_since: int = 0) -> Recor
     bound = record.kind is Kind.BIND
     step = record.step + by if record.step + bound >= since else record.step
     if isinstance(body, Payload) and body.at >= (consumed_since or since):
-        body = replace(body, at=body.at + by)
+        body = msgspec.structs.replace(body, at=body.at + by)
     return replace(record, step=step, body=body)
 
 
@@ -292,7 +293,7 @@ def test_a_step_that_belongs_to_nobody_else_is_a_batch_that_differs_even_if_the_
 
     def other(records: list[Record]) -> list[Record]:
         def strange(body: Inputs) -> Inputs:
-            return replace(body, request=body.request + body.request.dtype.type(1))
+            return msgspec.structs.replace(body, request=body.request + body.request.dtype.type(1))
 
         return [
             replace(r, body=strange(r.body)) if r.step == last and isinstance(r.body, Inputs) else r
