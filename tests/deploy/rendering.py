@@ -40,3 +40,11 @@ def rendered(directory: Path) -> list[dict[str, Any]]:
 
 def overlay_resources(name: str) -> list[dict[str, Any]]:
     return rendered(KUBERNETES / "overlays" / name)
+
+
+def tool(name: str, package: str) -> str:
+    """Where a tool is; skips where it is missing."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is missing: `make deploy-tools` installs {package}")
+    return found
