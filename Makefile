@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup test test-slow test-vllm test-page screenshots setup-observability test-observability lint format docs demo bench soak soak-memory chaos clean
+.PHONY: help setup test test-slow test-vllm test-page screenshots setup-observability test-observability setup-deploy test-deploy lint format docs demo bench soak soak-memory chaos clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,6 +60,13 @@ setup-observability: ## install Debian's Prometheus and Alertmanager, for test-o
 
 test-observability: setup setup-observability ## dashboards, rules and alerts on a real Prometheus and Alertmanager
 	$(PYTEST) -m observability --timeout 180
+
+setup-deploy: setup-observability ## kubectl and systemd's checkers, from Debian where they are missing
+	@command -v kubectl >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends kubernetes-client; }
+	@command -v systemd-analyze >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd; }
+
+test-deploy: setup setup-deploy ## manifests, units, compose and container files; a missing tool fails
+	NEED_TOOLS=1 $(PYTEST) tests/deploy
 
 lint: setup ## formatting, lint, types, import contract
 	$(BIN)/ruff format --check .

@@ -1,12 +1,13 @@
 """Rendered manifests, made once."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -15,11 +16,16 @@ from launches import KUBERNETES
 KUSTOMIZE_MAJOR_MIN = 5
 
 
+def missing(why: str) -> NoReturn:
+    """Skip, or fail where NEED_TOOLS says that everything must be there, as in CI."""
+    (pytest.fail if os.environ.get("NEED_TOOLS") else pytest.skip)(why)
+
+
 @cache
 def kubectl_missing() -> str:
     """Why manifests cannot be rendered here; empty if they can."""
     if shutil.which("kubectl") is None:
-        return "kubectl is missing: make deploy-tools"
+        return "kubectl is missing: make setup-deploy"
     told = subprocess.run(["kubectl", "version", "--client", "-o", "json"], capture_output=True, text=True)
     version = json.loads(told.stdout).get("kustomizeVersion", "v0") if told.returncode == 0 else "v0"
     found = re.match(r"v(\d+)", version)
@@ -31,7 +37,7 @@ def kubectl_missing() -> str:
 @cache
 def rendered(directory: Path) -> list[dict[str, Any]]:
     if why := kubectl_missing():
-        pytest.skip(why)
+        missing(why)
     done = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # nothing deprecated
@@ -46,5 +52,5 @@ def tool(name: str, package: str) -> str:
     """Where a tool is; skips where it is missing."""
     found = shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is missing: `make deploy-tools` installs {package}")
+        missing(f"{name} is missing: `make setup-deploy` installs {package}")
     return found

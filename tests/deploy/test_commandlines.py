@@ -24,7 +24,7 @@ from launches import (
     unit_entries,
     unit_launches,
 )
-from rendering import kubectl_missing, overlay_resources
+from rendering import kubectl_missing, missing, overlay_resources
 
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.settings import RING_DIR, ProbeSettings
@@ -55,7 +55,8 @@ def under_a_mount(path: Any, launch: Launch) -> Any:
 
 
 def test_there_is_something_to_check() -> None:
-    assert not kubectl_missing(), kubectl_missing()
+    if why := kubectl_missing():
+        missing(why)
     places = {launch.where.split(":")[0] for launch in LAUNCHES}
     assert places == {*overlays(), "compose", "stagewatch-collector.service", "stagewatch-agent@.service"}
     assert len(SHIPS) == 1 + 1 + 1 + 2  # compose, systemd, StatefulSet, leader and worker
