@@ -20,7 +20,8 @@ from stagewatch.agents.engines.vllm_variants import (
     inspect_engine,
     load_engine,
 )
-from stagewatch.agents.errors import SettingsError, one_line
+from stagewatch.agents.errors import RingError, SettingsError, one_line
+from stagewatch.agents.ringfile import HEADER_SIZE, check_room
 from stagewatch.agents.settings import RING_DIR, ProbeSettings
 
 __all__ = ["Examination", "UnknownShapeError", "arming", "cadence_of", "diagnose", "examine"]
@@ -219,9 +220,11 @@ def arming(environment: Mapping[str, str]) -> str:
     if allowed is not None and "stagewatch" not in allowed.split(","):
         return f"no: VLLM_PLUGINS={allowed} leaves stagewatch out: add it"
     try:
-        if ProbeSettings.from_environment(environment) is None:
+        settings = ProbeSettings.from_environment(environment)
+        if settings is None:
             return f"no: {RING_DIR} is not set"
-    except SettingsError as error:
+        check_room(settings.ring_dir, HEADER_SIZE + settings.ring_bytes)
+    except (SettingsError, RingError) as error:
         return f"no: {error}"
     if environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         return "no: VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 runner, which has no such broadcast"

@@ -140,13 +140,45 @@ def check_directory(directory: Path) -> None:
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
     except FileExistsError:
         raise RingError(f"ring directory {directory} is not a directory") from None
     except OSError as error:
         raise RingError(f"ring directory {directory} cannot be made: {error.strerror}") from None
+    _check_existing(directory)
+
+
+def check_room(directory: Path, size: int) -> None:
+    """Make sure a ring of ``size`` bytes could be made in ``directory``, and make nothing.
+
+    Raises RingError as `check_directory` would, and where the file system has less room than one ring takes.
+    """
+    place = directory.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if place == directory.absolute():
+        _check_existing(directory)
+    elif not place.is_dir():
+        raise RingError(f"ring directory {directory} cannot be made: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RingError(f"ring directory {directory} cannot be written: {place} is not ours to write to")
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    if free < size:
+        raise RingError(
+            f"ring directory {directory} has {free >> 20} MiB left and each rank on the node takes "
+            f"{-(-size >> 20)}: make room, or set STAGEWATCH_RING_BYTES"
+        )
+
+
+def _check_existing(directory: Path) -> None:
+    try:
+        found = directory.lstat()
+    except OSError as error:
+        raise RingError(f"ring directory {directory} cannot be read: {error.strerror}") from None
     if stat.S_ISLNK(found.st_mode):
         raise RingError(f"ring directory {directory} is a symbolic link: name the directory it points to")
+    if not stat.S_ISDIR(found.st_mode):
+        raise RingError(f"ring directory {directory} is not a directory")
     if found.st_uid != os.geteuid():
         raise RingError(
             f"ring directory {directory} belongs to uid {found.st_uid}, not to this process: choose another"

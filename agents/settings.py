@@ -92,7 +92,7 @@ def _number(variable: str, values: Mapping[str, str], least: float, most: float)
     except ValueError:
         raise SettingsError(f"{variable}={values[variable]!r} is not a number") from None
     if not least <= value <= most:
-        raise SettingsError(f"{variable}={values[variable]} is outside {least:g} to {most:g}")
+        raise SettingsError(f"{variable}={values[variable]} is outside {least:.10g} to {most:.10g}")
     return value
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -138,5 +140,33 @@ class TestArming:
             ),
         ],
     )
-    def test_says_whether_a_worker_here_would_arm(self, environment: dict[str, str], said: str) -> None:
+    def test_says_whether_a_worker_here_would_arm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
         assert doctor.arming(environment).startswith(said)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("name", ["file", "file/below", "link", "open", "foreign", "unwritable/below"])
+    def test_a_directory_that_would_be_refused_is_found_before_the_engine_starts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        (tmp_path / "file").touch()
+        (tmp_path / "link").symlink_to(tmp_path)
+        for directory, mode in (("open", 0o777), ("foreign", 0o700), ("unwritable", 0o500)):
+            (tmp_path / directory).mkdir()
+            (tmp_path / directory).chmod(mode)
+        if name == "foreign":
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        if name.startswith("unwritable"):  # root may write anywhere
+            monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "unwritable")
+        said = doctor.arming({"STAGEWATCH_RING_DIR": str(tmp_path / name)})
+        assert said.startswith(f"no: ring directory {tmp_path / name} ")
+        assert len(list(tmp_path.iterdir())) == 5
+
+    def test_too_little_room_for_one_ring_is_found_before_the_engine_starts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3 << 8, f_frsize=4096))
+        said = doctor.arming({"STAGEWATCH_RING_DIR": str(tmp_path)})
+        assert "has 3 MiB left and each rank on the node takes 65: make room, or set" in said
