@@ -27,7 +27,7 @@ from stagewatch.monitor.checks.base import Chunk, Shifted, Unaligned
 from stagewatch.monitor.gaps import OPEN
 from stagewatch.monitor.lanes import Lane
 from stagewatch.monitor.ordinals import Shift
-from stagewatch.monitor.shifts import Batches, Verdict, doubtful, judge, reference
+from stagewatch.monitor.shifts import MATCHES, Batches, Verdict, doubtful, judge, reference
 from stagewatch.monitor.windows import Group, Window
 
 RANK_MISSING: Final = "rank_missing"
@@ -73,6 +73,8 @@ class Aligner:
         self._early: Final = tuple(i for i in range(len(self.lanes)) if i not in group.last_stage)
         self._looked_at: dict[int, Verdict] = {}
         """Steps not yet handed out at which ranks' batches have no row in common."""
+        self._shifted: list[Shifted] = []
+        """The newest shifts."""
 
     def push(self, index: int, evidence: Evidence) -> Calls:
         """Add evidence of the rank at ``index``; return the calls in it that are new."""
@@ -179,26 +181,34 @@ class Aligner:
         for step in doubts:
             first, odd = reference(batches, step)
             verdicts = [judge(batches[i], batches[first], step, newest - step, patient=patient) for i in odd]
-            for index, verdict in zip(odd, verdicts, strict=True):
-                if isinstance(verdict, int):
-                    return self._shift(index, step, verdict, odd)
+            distances = [verdict for verdict in verdicts if isinstance(verdict, int)]
+            if distances:
+                same = [i for i, verdict in zip(odd, verdicts, strict=True) if verdict == distances[0]]
+                return self._shift(tuple(same), step, distances[0], odd)
             if Verdict.WAIT in verdicts:
                 return step
             unclear = Verdict.UNCLEAR in verdicts
             self._looked_at[step] = Verdict.UNCLEAR if unclear else Verdict.OTHER_BATCH
         return None
 
-    def _shift(self, index: int, step: int, batches: int, odd: tuple[int, ...]) -> Shifted:
-        """Renumber whoever lacks batches that another rank has."""
-        block = self.lanes[index].waiting()
+    def _shift(self, indices: tuple[int, ...], step: int, batches: int, odd: tuple[int, ...]) -> Shifted:
+        """Renumber whoever lacks batches that other ranks have."""
+        block = self.lanes[indices[0]].waiting()
         t_ns = 0 if block is None else int(block.t_ns[np.searchsorted(block.step, step)])
-        others = tuple(i for i in range(len(self.lanes)) if i != index)
-        renumbered = others if batches > 0 else (index,)
+        others = tuple(i for i in range(len(self.lanes)) if i not in indices)
+        renumbered = others if batches > 0 else indices
         shift = Shift(step, abs(batches))
         for each in renumbered:
             self.lanes[each].shift(shift)
-        outvoted = 2 * len(odd) < len(self.lanes) > 2
-        return Shifted(index, batches, renumbered, shift, outvoted, t_ns)
+        # Whoever was found to count otherwise just here is no witness.
+        self._shifted = [
+            near for near in self._shifted if step <= near.shift.step + near.shift.missing + MATCHES
+        ]
+        doubted = {i for near in self._shifted for i in near.indices}
+        witnesses = [i for i in range(len(self.lanes)) if i not in odd and i not in doubted]
+        found = Shifted(indices, batches, renumbered, shift, 2 * len(witnesses) > len(self.lanes) > 2, t_ns)
+        self._shifted.append(found)
+        return found
 
     # ---- how far
 

@@ -74,11 +74,11 @@ class Unaligned:
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """A rank whose ordinals stopped to count what the others' count."""
+    """Ranks whose ordinals stopped to count what the others' count."""
 
-    index: int
+    indices: tuple[int, ...]
     batches: int
-    """How many more batches than the others it counted; fewer where negative."""
+    """How many more batches than the others they counted; fewer where negative."""
     renumbered: tuple[int, ...]
     """Ranks that lack batches, and are renumbered."""
     shift: Shift

@@ -33,23 +33,29 @@ class OrdinalShift:
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """One finding per shift; all of them are one incident."""
         for place, shifted in enumerate(chunk.shifted):
-            number = group.number(shifted.index)
-            numbers = (number,) if shifted.outvoted else group.numbers(range(len(group.ranks)))
+            counting = group.numbers(shifted.indices)
+            numbers = counting if shifted.outvoted else group.numbers(range(len(group.ranks)))
             yield Finding(
                 check=self.NAME,
                 severity=Severity.WARNING,
                 step=shifted.shift.step,
                 phase=Phase.INPUTS,
-                text=f"rank {number} counts {_batches(shifted)} than the others",
+                text=f"{_counting(counting)} {_batches(shifted)} than the others",
                 remedy=self.REMEDY,
                 of_step=False,
                 row=place,
                 ranks=numbers,
-                blamed=(number,) if shifted.outvoted else (),
+                blamed=counting if shifted.outvoted else (),
                 fields=("ordinal",),
-                values=(Value(number, "ordinal", f"{shifted.batches:+d}"),),
+                values=tuple(Value(number, "ordinal", f"{shifted.batches:+d}") for number in counting),
                 t_ns=shifted.t_ns,
             )
+
+
+def _counting(numbers: tuple[int, ...]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} counts"
+    return f"ranks {', '.join(map(str, numbers))} count"
 
 
 def _batches(shifted: Shifted) -> str:

@@ -308,3 +308,27 @@ def test_a_step_that_belongs_to_nobody_else_is_a_batch_that_differs_even_if_the_
     beat(run, watch, 25 * S)
     watch.tick(34 * S)
     assert ("batch-disagreement", last) in [(i.check, i.first_bad_step) for i in watch.incidents()]
+
+
+def test_a_stage_that_counts_otherwise_is_nobodys_minority() -> None:
+    """GIVEN both ranks of one of two stages, THEN nobody is outvoted, and one finding names both."""
+    first, second = Rank(0, 0, 0), Rank(0, 0, 1)
+    run = Changed(sound(1, 2, 2), dict.fromkeys((first, second), lambda records: missed(records, 20)))
+    watch, _ = shift_of(run, first, 20)
+    (incident,) = watch.incidents()
+    assert (incident.check, incident.first_bad_step, incident.blamed) == ("ordinal-shift", 20, ())
+    assert incident.chain[0].text == "ranks 0, 1 count 1 batch fewer than the others"
+    assert verdicts(watch).keys() == {CONSISTENT, ORDINALS_SHIFTED}
+
+
+def test_three_ranks_that_count_three_ways_have_no_majority() -> None:
+    run = Changed(
+        sound(1),
+        {
+            Rank(0, 0, 0): lambda records: missed(records, 20),
+            Rank(0, 1, 0): lambda records: repeated(records, 20, 2),
+        },
+    )
+    watch, _ = shift_of(run, Rank(0, 0, 0), 20)
+    assert [(i.check, i.blamed) for i in watch.incidents()] == [("ordinal-shift", ())]
+    assert verdicts(watch).keys() == {CONSISTENT, ORDINALS_SHIFTED}
