@@ -23,6 +23,7 @@ from stagewatch.agents.credentials import read_token_file
 from stagewatch.agents.errors import FrameError, SettingsError
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.tail import Tail
+from stagewatch.agents.tls import NO_TLS_FILES, ClientTls, told
 from stagewatch.agents.wire import Ack, Hello, Refusal, Welcome
 
 log = logging.getLogger("stagewatch.sidecar")
@@ -43,6 +44,8 @@ class Destination:
     url: str
     token: str | Path
     """The token itself, or the file that holds it, read at each connection."""
+    tls: ClientTls = NO_TLS_FILES
+    """Read at each connection, too."""
 
     def current_token(self) -> str:
         """The token, now. Raises SettingsError."""
@@ -105,14 +108,17 @@ class Shipper:
     async def _ship_once(self) -> str:
         """Ship over one connection until it ends; return why."""
         why = "the collector closed the connection"
+        lost: list[BaseException] = []
         try:
             token = self._destination.current_token()
             async with connect(
                 self._destination.url,
+                ssl=self._destination.tls.context() if self._destination.url.startswith("wss:") else None,
                 additional_headers={"Authorization": f"Bearer {token}"},
                 compression=None,
                 max_size=ANSWER_BYTES_MAX,
                 user_agent_header="stagewatch-agent",
+                create_connection=_noting(lost),
             ) as connection:
                 self._connected_at = time.monotonic()
                 self._say("connected", logging.INFO)
@@ -120,7 +126,8 @@ class Shipper:
                     group.create_task(self._send(connection))
                     group.create_task(self._receive(connection))
         except* (OSError, TimeoutError, WebSocketException, SettingsError, _Reconnect) as errors:
-            why = _told(errors)
+            # What TLS says of the end tells more than that it ended, which is all that the rest is about.
+            why = next(filter(None, map(told, lost)), "") or _told(errors)
         return why
 
     async def _send(self, connection: ClientConnection) -> None:
@@ -200,11 +207,25 @@ class Shipper:
             log.log(level, "collector %s: %s", self._destination.url, told)
 
 
+def _noting(lost: list[BaseException]) -> type[ClientConnection]:
+    """Connections that note in ``lost`` why they ended: the peer's last word is what it has against our certificate."""
+
+    class Noting(ClientConnection):
+        def connection_lost(self, exc: Exception | None) -> None:
+            if exc is not None:
+                lost.append(exc)
+            super().connection_lost(exc)
+
+    return Noting
+
+
 class _Reconnect(Exception):  # noqa: N818  # not a fault to report but a way out of the connection
     """The connection is to be given up and made anew."""
 
 
 def _told(error: BaseException) -> str:
+    if of_tls := told(error):
+        return of_tls
     match error:
         case InvalidStatus(response=response) if response.status_code == 401:
             return "it refuses our token: compare --token-file on both sides"
@@ -213,7 +234,7 @@ def _told(error: BaseException) -> str:
         case InvalidStatus(response=response):
             return f"HTTP {response.status_code}: is it a stagewatch collector?"
         case InvalidHandshake():
-            return "what answers there speaks no WebSocket"
+            return "what answers there speaks no WebSocket; if it is a TLS port, write wss://"
         case OSError(strerror=str(text)):
             return text
         case TimeoutError():

@@ -33,6 +33,8 @@ log = logging.getLogger("stagewatch.collector")
 INCIDENT_ID: Final = r"^[0-9a-f]{16}$"
 REVOKED_LOOK_S: Final = 1.0
 """How often tokens are looked at for the sake of what they opened."""
+_BROKEN_OFF: Final = {1003: "malformed", 1009: "frame_too_long"}
+"""Why a connection was broken off below us, by its close code; the close frame told the peer."""
 _SEVERITIES: Final = {severity.word: severity for severity in Severity}
 
 
@@ -311,7 +313,11 @@ async def _read(collector: Collector, socket: WebSocket, session: Session, lease
             message = await socket.receive()
         except (WebSocketDisconnect, RuntimeError):
             return
-        if message["type"] == "websocket.disconnect" or lease.revoked:
+        if message["type"] == "websocket.disconnect":
+            if reason := _BROKEN_OFF.get(message.get("code", 0)):
+                collector.metrics.count("stagewatch.ingest.refused", reason=reason)
+            return
+        if lease.revoked:
             return
         try:
             collector.take(message.get("bytes") or b"", session)

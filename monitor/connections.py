@@ -5,11 +5,28 @@ import resource
 from typing import Any, Final
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+
+from stagewatch.monitor.headers import SECURITY_HEADERS
 
 HEAD_BYTES_MAX: Final = 64 << 10
 """Longest head of a request; the parser itself would take a thousand times that from anybody."""
 REQUEST_S: Final = 15.0
 """How long a connection may be between requests, or in the middle of one request's head."""
+CONNECTIONS_MAX: Final = 16_384
+"""Connections of all kinds; each may be one that only holds its place for `REQUEST_S`."""
+FILES_RESERVED: Final = 256
+"""Open files left for other things than connections."""
+FRAGMENTS_MAX: Final = 1024
+"""Pieces that one message may come in. Their bytes are limited elsewhere, but a piece may have none."""
+_REFUSED_HEAD: Final = "".join(
+    [
+        "HTTP/1.1 429 Too Many Requests\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n",
+        *(f"{name}: {value}\r\n" for name, value in SECURITY_HEADERS.items()),
+        "\r\n",
+    ]
+).encode()
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # chosen by uvicorn when it is imported
@@ -21,6 +38,9 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # c
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to watch the connection."""
         super().connection_made(transport)
+        if len(self.connections) > connections_max():
+            self.transport.write(_REFUSED_HEAD)
+            self.transport.close()
         self._watch(None)
 
     def data_received(self, data: bytes) -> None:
@@ -55,6 +75,32 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # c
         """Stop watching."""
         self._watching.cancel()
         super().connection_lost(exc)
+
+
+class FrugalWebSocket(WebSocketsSansIOProtocol):
+    """Uvicorn's WebSocket, which would take a message in pieces without number, and text that is none."""
+
+    def handle_text(self, event: Frame) -> None:
+        """Refuse text: frames are bytes."""
+        self._give_up(CloseCode.UNSUPPORTED_DATA, "frames are binary")
+
+    def handle_cont(self, event: Frame) -> None:
+        """Take the next piece of a message, if there are not too many."""
+        if len(self.frames) >= FRAGMENTS_MAX:
+            self._give_up(CloseCode.POLICY_VIOLATION, f"more than {FRAGMENTS_MAX} pieces")
+            return
+        super().handle_cont(event)
+
+    def _give_up(self, code: int, why: str) -> None:
+        if not self.close_sent:
+            self.conn.fail(code, why)
+            self.handle_parser_exception()
+
+
+def connections_max() -> int:
+    """Connections that may be open at once: as many as there are files for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(CONNECTIONS_MAX, max(files - FILES_RESERVED, FILES_RESERVED))
 
 
 def allow_many_files() -> None:

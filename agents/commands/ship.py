@@ -13,6 +13,7 @@ from stagewatch.agents.errors import SettingsError, StagewatchError
 from stagewatch.agents.options import DIGEST_KEY, TOKEN, bounded
 from stagewatch.agents.shipping import Destination, ingest_url, is_exposed
 from stagewatch.agents.sidecar import Sidecar, SidecarSettings
+from stagewatch.agents.tls import NO_TLS_FILES, ClientTls
 
 HELP = "ship what the ranks of this node recorded to the collector"
 
@@ -29,6 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         help=f"file that holds the collector's bearer token; {TOKEN} can hold the token itself",
+    )
+    parser.add_argument(
+        "--tls-ca",
+        type=Path,
+        help="file of the authorities, in PEM, one of which signed the collector's certificate; without it those that "
+        "the system trusts",
+    )
+    parser.add_argument(
+        "--tls-client-cert",
+        type=Path,
+        help="file of our own certificate, in PEM, for a collector that wants one",
+    )
+    parser.add_argument(
+        "--tls-client-key",
+        type=Path,
+        help="file of that certificate's private key, if it is not in the same file",
     )
     parser.add_argument(
         "--key-file",
@@ -90,7 +107,7 @@ def settings_of(args: argparse.Namespace) -> SidecarSettings:
         logging.getLogger("stagewatch").warning("the token goes to %s in clear: prefer wss://", url)
     return SidecarSettings(
         ring_dir=args.ring_dir,
-        destination=Destination(url, _token(args)),
+        destination=Destination(url, _token(args), _tls(args, url)),
         key=_key(args),
         raw_tokens=args.raw_tokens,
         pseudonymise=args.pseudonymise,
@@ -109,6 +126,15 @@ def _token(args: argparse.Namespace) -> str | Path:
     if given:
         return token_from_text(given, TOKEN)
     raise SettingsError(f"no token: give the collector's by --token-file or {TOKEN}")
+
+
+def _tls(args: argparse.Namespace, url: str) -> ClientTls:
+    tls = ClientTls(args.tls_ca, args.tls_client_cert, args.tls_client_key)
+    if url.startswith("wss:"):
+        tls.context()  # what cannot be used is told now, and not at each connection
+    elif tls != NO_TLS_FILES:
+        raise SettingsError(f"--collector {args.collector} is not TLS: write wss://, or leave out --tls-...")
+    return tls
 
 
 def _key(args: argparse.Namespace) -> bytes | None:

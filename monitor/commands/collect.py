@@ -23,10 +23,11 @@ from stagewatch.agents.wire import Limits
 from stagewatch.monitor.app import create_app
 from stagewatch.monitor.auth import make_token
 from stagewatch.monitor.collector import Collector
-from stagewatch.monitor.connections import ImpatientProtocol, allow_many_files
+from stagewatch.monitor.connections import FrugalWebSocket, ImpatientProtocol, allow_many_files
 from stagewatch.monitor.otlp.push import Push
 from stagewatch.monitor.otlp.settings import PROTOCOLS, settings_of
 from stagewatch.monitor.settings import CollectorSettings
+from stagewatch.monitor.tls import RenewedContext, ServerTls
 from stagewatch.monitor.tokens import read_grants
 from stagewatch.monitor.watch import Watch
 
@@ -57,6 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of the tokens, made by `stagewatch token`, or of one token that is good for everything; read again "
         f"when it changes; {TOKEN} can hold one token itself; without either one is made in the data directory, for "
         "listening on localhost only",
+    )
+    parser.add_argument(
+        "--tls-cert",
+        type=Path,
+        help="file of the certificate to show, in PEM and with its chain; speaks TLS from then on, and nothing else; "
+        "read again when it changes",
+    )
+    parser.add_argument(
+        "--tls-key", type=Path, help="file of that certificate's private key, if it is not in the same file"
+    )
+    parser.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        help="file of the authorities, in PEM, one of which must have signed the certificate of everyone who connects",
     )
     parser.add_argument(
         "--segment-bytes",
@@ -159,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="stagewatch: %(message)s", stream=sys.stderr)
     token, said = _token(args)
+    tls = _tls(args)
     settings = CollectorSettings(
         host=args.host,
         port=args.port,
@@ -184,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         if said:
             logging.getLogger("stagewatch").info("%s", said)
-        return asyncio.run(_serve(collector, listener))
+        return asyncio.run(_serve(collector, listener, tls))
 
 
 def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
@@ -210,6 +226,19 @@ def _token(args: argparse.Namespace) -> tuple[str | Path, str]:
         ) from None
     read_grants(path)
     return path, f"no token given: using the one in {path}; sidecars need it too (--token-file {path})"
+
+
+def _tls(args: argparse.Namespace) -> RenewedContext | None:
+    """What TLS is spoken with; None for none. Raises SettingsError."""
+    if args.tls_cert is None:
+        if args.tls_key or args.tls_client_ca:
+            raise SettingsError("--tls-key and --tls-client-ca need --tls-cert: give the certificate to show")
+        if not is_local(args.host):
+            logging.getLogger("stagewatch").warning(
+                "tokens and evidence cross the network in clear: give --tls-cert, or put a TLS proxy before it"
+            )
+        return None
+    return RenewedContext(ServerTls(args.tls_cert, args.tls_key, args.tls_client_ca))
 
 
 def is_local(host: str) -> bool:
@@ -282,27 +311,28 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(collector: Collector, listener: socket.socket) -> int:
+async def _serve(collector: Collector, listener: socket.socket, tls: RenewedContext | None) -> int:
     logging.getLogger("uvicorn.error").addFilter(_Refusals())
-    server = _Server(
-        uvicorn.Config(
-            create_app(collector),
-            http=ImpatientProtocol,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            ws="websockets-sansio",
-            ws_max_size=collector.settings.limits.frame_bytes,
-            # Evidence is digests, which do not compress; and nothing can be inflated against us.
-            ws_per_message_deflate=False,
-            # Who asks is whoever connected: what a header says of that is for proxies to know.
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=3,
-            limit_concurrency=None,
-        )
+    config = uvicorn.Config(
+        create_app(collector),
+        http=ImpatientProtocol,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws=FrugalWebSocket,
+        ws_max_size=collector.settings.limits.frame_bytes,
+        # Evidence is digests, which do not compress; and nothing can be inflated against us.
+        ws_per_message_deflate=False,
+        # Who asks is whoever connected: what a header says of that is for proxies to know.
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=3,
+        limit_concurrency=None,
     )
+    config.load()
+    config.ssl = tls
+    server = _Server(config)
 
     def end() -> None:
         collector.hub.close()
@@ -314,6 +344,6 @@ async def _serve(collector: Collector, listener: socket.socket) -> int:
         loop.add_signal_handler(number, end)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"stagewatch: listening on http://{shown}:{port}", flush=True)
+    print(f"stagewatch: listening on http{'s' if tls else ''}://{shown}:{port}", flush=True)
     await server.serve(sockets=[listener])
     return 0 if collector.crash is None else 1

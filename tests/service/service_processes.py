@@ -76,9 +76,11 @@ class Process:
 
 
 class CollectorProcess(Process):
-    """`stagewatch collect` on a free port of loopback, or on ``port`` again."""
+    """`stagewatch collect` on a free port of loopback, or on ``port`` again; ``verify`` is httpx's."""
 
-    def __init__(self, data_dir: Path, *options: str, port: int = 0, token: str = "") -> None:
+    def __init__(
+        self, data_dir: Path, *options: str | Path, port: int = 0, token: str = "", verify: Any = True
+    ) -> None:
         log = data_dir.parent / f"{data_dir.name}.log"
         before = log.stat().st_size if log.exists() else 0
         super().__init__(
@@ -89,7 +91,8 @@ class CollectorProcess(Process):
         self.port = int(self.url.rsplit(":", 1)[1])
         self.token_file = data_dir / "token"
         self.token = token or self.token_file.read_text().strip()
-        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"})
+        headers = {"Authorization": f"Bearer {self.token}"}
+        self.http = httpx.Client(base_url=self.url, headers=headers, verify=verify)
         wait_until(lambda: self.http.get("/readyz").status_code == 200, "the collector is ready")
 
     def _ready_line(self, before: int) -> str:
