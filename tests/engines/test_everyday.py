@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import standins
 import torch
 from conftest import Watched
 from standins import RELAYING, SLOTS, Request, expected_text
@@ -12,7 +13,7 @@ from standins import RELAYING, SLOTS, Request, expected_text
 from stagewatch.agents.engines import vllm_batch
 from stagewatch.agents.engines.staging import HostStaging
 from stagewatch.agents.engines.vllm_batch import Plan, Rows
-from stagewatch.agents.record import Inputs, Kind, Record
+from stagewatch.agents.record import Inputs, Kind, Record, request_key
 
 Watch = Callable[..., Watched]
 
@@ -252,3 +253,57 @@ class TestSlots:
         assert [len(body.request_id) for body in bound] == [4096, 4096]
         assert bound[0].request != bound[1].request
         assert_stages_agree(watched)
+
+
+class TestExtremes:
+    """The largest and the oddest batches, on every variant that relays drafts."""
+
+    @pytest.mark.parametrize("variant", RELAYING)
+    def test_fifteen_drafts(self, watch: Watch, variant: str) -> None:
+        watched = watch(variant, drafts=15)
+        request = Request("r", [1, 2, 3], 40)
+        assert watched.pipeline.serve([request])["r"][:40] == expected_text(request)
+        fed = assert_stages_agree(watched)
+        assert max(int(body.draft_count.max()) for body in fed) == 15
+        assert consumed_and_sent_agree(watched) > 1
+
+    def test_a_thousand_rows(self, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(standins, "SLOTS", 1024)
+        watched = watch("C", drafts=1)
+        watched.pipeline.serve([Request(f"r{i}", [i % 200 + 1, 2], 3) for i in range(1024)])
+        fed = assert_stages_agree(watched)
+        assert max(len(body.request) for body in fed) == 1024
+        assert all(len(set(body.request.tolist())) == len(body.request) for body in fed)
+        assert [probe._drops for probe in watched.probes] == [0, 0]
+
+    @pytest.mark.parametrize("variant", RELAYING)
+    def test_a_batch_of_prefill_chunks_alone_broadcasts_nothing(self, watch: Watch, variant: str) -> None:
+        watched = watch(variant)
+        watched.pipeline.serve([Request(name, list(range(1, 11)), 4) for name in ("a", "b")])
+        for stage, kind in ((0, Kind.RECEIVED), (1, Kind.SENT)):
+            skipped = [step for step, body in bodies(watched.records(stage), kind).items() if body.skipped]
+            masks = bodies(watched.records(stage), Kind.MASK)
+            assert skipped == [step for step, body in masks.items() if body.engine_none] == [1, 2]
+
+    def test_request_ids_of_any_script_and_length(self, watch: Watch) -> None:
+        names = ["é" * 512, "请求-1", "a\tb\x1b[31m", "🙂" * 128]
+        watched = watch("C")
+        served = watched.pipeline.serve([Request(name, [1, 2], 4) for name in names])
+        assert sorted(served) == sorted(names)
+        for stage in (0, 1):
+            bound = [r.body.request_id for r in watched.records(stage) if r.kind is Kind.BIND]
+            assert sorted(bound) == sorted(names)
+        assert_stages_agree(watched)
+
+    def test_a_batch_that_stays_the_same_while_a_request_ends_and_comes_again(self, watch: Watch) -> None:
+        """GIVEN rows of the same ids at every step WHEN one is bound anew THEN no key is left over from before."""
+        watched = watch("C")
+        for _ in range(3):
+            watched.pipeline.serve([Request("same", [5, 6], 6), Request("other", [7], 6)])
+        for stage in (0, 1):
+            keys = {
+                int(key)
+                for body in bodies(watched.records(stage), Kind.INPUTS).values()
+                for key in body.request
+            }
+            assert keys == {request_key("same"), request_key("other")}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stagewatch.agents.engines.staging import Gather, Head, HostStaging, Values, staging_for
+from stagewatch.agents.engines.staging import TABLES_MAX, Gather, Head, HostStaging, Values, staging_for
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "staging.py"
 
@@ -31,6 +31,24 @@ class TestHostStaging:
         HostStaging().take([Gather(table, rows, rows.numpy())], found.extend)
         table[1] = 9
         assert found[0].tolist() == [[0]]
+
+    def test_a_table_whose_memory_has_moved_is_seen_anew(self) -> None:
+        """GIVEN an engine that slept and woke in other memory THEN what is there now is read."""
+        staging, table, rows = HostStaging(), torch.zeros(4, 1), torch.tensor([1])
+        found: list[Values] = []
+        piece = Gather(table, rows, rows.numpy())
+        staging.take([piece], found.extend)
+        table.data = torch.full((4, 1), 7.0)
+        staging.take([piece], found.extend)
+        assert [values.tolist() for values in found] == [[[0]], [[7]]]
+
+    def test_tables_are_kept_in_a_bounded_number_and_let_go(self) -> None:
+        staging, rows = HostStaging(), torch.tensor([1])
+        for _ in range(5 * TABLES_MAX):
+            staging.take([Gather(torch.zeros(4, 1), rows, rows.numpy())], lambda values: None)
+            assert len(staging._tables) <= TABLES_MAX
+        staging.forget()
+        assert staging._tables == {}
 
     def test_serves_the_cpu_and_refuses_what_it_cannot_order(self) -> None:
         assert isinstance(staging_for(torch.device("cpu"), 8, lambda count: None), HostStaging)

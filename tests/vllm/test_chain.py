@@ -126,3 +126,23 @@ def test_a_healthy_engine_is_silent_and_the_next_life_is_caught(
     }
     assert live == replayed
     assert ("excluded-row", "critical") in {(check, severity) for check, severity, *_ in live}
+
+
+def test_a_rank_over_its_budget_is_reported_with_its_reason(
+    collector: httpx.Client, models: Path, tmp_path: Path
+) -> None:
+    """GIVEN a first stage that may take nothing of a step THEN that it disarmed is all that is reported."""
+    serve(models, tmp_path / "rings", fault="budget-of-nothing")
+
+    def disarmed() -> dict[str, Any] | None:
+        incidents = collector.get("/v1/incidents").json()["incidents"]
+        return next((i for i in incidents if i["check"] == "rank-unarmed"), None)
+
+    incident = wait_for(disarmed, "the rank that disarmed is reported")
+    assert incident["severity"] == "warning"
+    shown = collector.get(f"/v1/incidents/{incident['id']}").json()
+    assert "rank 0 disarmed: budget exceeded: p99" in shown["chain"][0]["text"]
+    assert len(collector.get("/v1/incidents").json()["incidents"]) == 1
+    (engine,) = collector.get("/v1/engines").json()["engines"]
+    assert [rank["armed"] for rank in engine["ranks"]] == [False, True]
+    assert engine["verdicts"]["DIVERGED"] == 0
