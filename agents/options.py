@@ -16,6 +16,8 @@ PREFIX: Final = "STAGEWATCH_"
 
 TOKEN: Final = "STAGEWATCH_TOKEN"  # noqa: S105  # the name of a variable, not a secret
 DIGEST_KEY: Final = "STAGEWATCH_DIGEST_KEY"
+GRAFANA_TOKEN: Final = "STAGEWATCH_GRAFANA_TOKEN"  # noqa: S105  # the name of a variable, not a secret
+GRAFANA_WEBHOOK: Final = "STAGEWATCH_GRAFANA_WEBHOOK"
 
 SECRETS: Final = (
     Variable(
@@ -27,6 +29,16 @@ SECRETS: Final = (
         DIGEST_KEY,
         "",
         "The digest key, 32 hex digits, equal on all nodes of a deployment. `--key-file` does the same by a file.",
+    ),
+    Variable(
+        GRAFANA_TOKEN,
+        "",
+        "A Grafana service account's token, for `stagewatch grafana`. `--grafana-token-file` does the same by a file.",
+    ),
+    Variable(
+        GRAFANA_WEBHOOK,
+        "",
+        "Address of a webhook that Grafana tells of alerts, for `stagewatch grafana`; often as good as a password.",
     ),
 )
 
