@@ -45,6 +45,8 @@ SCENARIOS = {
     "basic": Scenario(_basic(40)),
     # The same, arriving one by one: no batch of prefills alone has two rows.
     "staggered": Scenario([replace(r, arrives=index) for index, r in enumerate(_basic(40))]),
+    # Enough to see every rank of a larger engine agree.
+    "few": Scenario(_basic(12)),
     # Enough work to be killed in the middle of.
     "endless": Scenario(_basic(400)),
     # Chunked prefill, mixed batches, an abort, a slot taken again, and too few blocks for everybody.
@@ -79,11 +81,13 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, models: str, pp: int, drafts: int) -> LLM:
-    """Start the engine."""
+    """Start the engine; ``STAGEWATCH_LAB_TP`` is its tensor parallel size."""
+    tp = int(os.environ.get("STAGEWATCH_LAB_TP", "1"))
     arguments = {
         "model": f"{models}/target",
         "skip_tokenizer_init": True,
         "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
         "enforce_eager": True,
         "dtype": "float32",
         "max_model_len": 512,
@@ -97,6 +101,7 @@ def build(scenario: Scenario, models: str, pp: int, drafts: int) -> LLM:
             "method": "eagle",
             "model": f"{models}/eagle",
             "num_speculative_tokens": drafts,
+            "draft_tensor_parallel_size": tp,
         }
     return LLM(**arguments | scenario.engine)
 
