@@ -63,10 +63,11 @@ test-observability: setup setup-observability ## dashboards, rules and alerts on
 
 setup-deploy: setup-observability ## kubectl and systemd's checkers, from Debian where they are missing
 	@command -v kubectl >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends kubernetes-client; }
-	@command -v systemd-analyze >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd; }
+	@command -v systemd-analyze >/dev/null && command -v ip >/dev/null \
+		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd iproute2; }
 
 test-deploy: setup setup-deploy ## manifests, units, compose and container files; a missing tool fails
-	NEED_TOOLS=1 $(PYTEST) tests/deploy
+	NEED_TOOLS=1 $(PYTEST) -m 'slow or not slow' --timeout 400 tests/deploy
 
 lint: setup ## formatting, lint, types, import contract
 	$(BIN)/ruff format --check .
