@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, Evidence, InputsBlock, slice_steps
+from stagewatch.monitor.batches import fingerprints_agree, in_common, rows_of, same_steps
 from stagewatch.monitor.blocks import KINDS, BlockKind, select
 from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.checks.base import Chunk, Shifted, Unaligned
 from stagewatch.monitor.gaps import OPEN
 from stagewatch.monitor.lanes import Lane
-from stagewatch.monitor.ordinals import Shift
-from stagewatch.monitor.shifts import MATCHES, Batches, Verdict, doubtful, judge, reference
+from stagewatch.monitor.recount import Recount
 from stagewatch.monitor.windows import Group, Window
 
 RANK_MISSING: Final = "rank_missing"
@@ -43,7 +43,6 @@ NOT_CONSUMED: Final = "not_consumed"
 
 PENDING_ROWS_MAX: Final = 4_000_000
 """Rows held for ranks that lag; past it the laggards' steps become INDETERMINATE."""
-FINGERPRINT: Final = ("request", "scheduled", "draft_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,7 @@ class Aligner:
         self._comparable: I64 = np.zeros(0, np.int64)
         """Steps whose inputs were aligned and whose later parts were not yet handed out."""
         self._early: Final = tuple(i for i in range(len(self.lanes)) if i not in group.last_stage)
-        self._looked_at: dict[int, Verdict] = {}
-        """Steps not yet handed out at which ranks' batches have no row in common."""
-        self._shifted: list[Shifted] = []
-        """The newest shifts."""
+        self._recount: Final = Recount(self.lanes)
 
     def push(self, index: int, evidence: Evidence) -> Calls:
         """Add evidence of the rank at ``index``; return the calls in it that are new."""
@@ -96,13 +92,13 @@ class Aligner:
             if upto == self._upto and not final and not shifted:
                 return None
             inputs = [lane.take("inputs", OPEN if final else upto["inputs"]) for lane in self.lanes]
-            doubts = self._doubts(inputs)
+            doubts, agree = self._recount.doubts(inputs)
             if not doubts:
                 break
             for lane, block in zip(self.lanes, inputs, strict=True):
                 if block is not None:
                     lane.put_back(block)
-            found = self._look_at(doubts, absent, patient and not final and not self._overfull())
+            found = self._recount.look_at(doubts, absent, patient and not final and not self._overfull())
             if isinstance(found, Shifted):
                 shifted.append(found)
                 continue
@@ -112,14 +108,16 @@ class Aligner:
             if upto == self._upto and not final and not shifted:
                 return None
             inputs = [lane.take("inputs", OPEN if final else upto["inputs"]) for lane in self.lanes]
+            agree = None
             break
         # A batch that a rank did not count may have left its calls under the step before the one held back.
         left = tuple(min(lane.newest, held - 1) - 1 for lane in self.lanes)
-        return self._hand_out(inputs, upto, left, reasons, tuple(shifted), final)
+        aligned = self._inputs(inputs, agree, reasons, final)
+        return self._hand_out(aligned, upto, left, reasons, tuple(shifted), final)
 
     def _hand_out(
         self,
-        inputs: Sequence[InputsBlock | None],
+        aligned: tuple[Window[InputsBlock] | None, tuple[Unaligned, ...]],
         upto: dict[BlockKind, int],
         left: tuple[int, ...],
         reasons: Counter[str],
@@ -131,8 +129,8 @@ class Aligner:
             for kind in upto
             if kind != "inputs"
         }
-        aligned, unaligned = self._inputs(inputs, reasons, final)
-        self._remember_comparable(aligned)
+        inputs, unaligned = aligned
+        self._remember_comparable(inputs)
         behind = OPEN if final else upto["inputs"] - 1
         calls = tuple(lane.take_calls(behind) for lane in self.lanes)
         ahead = self._ahead(upto["mask"])
@@ -142,7 +140,7 @@ class Aligner:
             if (found := lane.take_binds(behind)) is not None
         )
         chunk = Chunk(
-            inputs=aligned,
+            inputs=inputs,
             mask=self._same_steps(taken["mask"], range(len(self.lanes))),
             sent=self._same_steps(taken["sent"], self.group.last_stage),
             received=self._blocks(taken["received"], self._early, compared=True),
@@ -158,57 +156,6 @@ class Aligner:
         )
         self._settle(upto)
         return Aligned(chunk, dict(reasons), self.judged)
-
-    # ---- ranks that count otherwise
-
-    def _doubts(self, blocks: Sequence[InputsBlock | None]) -> list[int]:
-        """Steps that all ranks have, at which their batches may have no row in common and nobody has looked yet."""
-        present = [block for block in blocks if block is not None]
-        if len(present) < len(blocks) or len(blocks) < 2:
-            return []
-        kept = self._in_common(present)
-        if kept is None:
-            return []
-        steps = [int(kept[0].step[place]) for place in doubtful(kept, _fingerprints_agree(kept))]
-        return [step for step in steps if step not in self._looked_at]
-
-    def _look_at(self, doubts: list[int], absent: frozenset[int], patient: bool) -> Shifted | int | None:
-        """Judge doubtful steps in turn: a shift that was found and applied, or the step to wait before, or None."""
-        waiting = [lane.waiting() for lane in self.lanes]
-        batches = [Batches(block) for block in waiting if block is not None]
-        heard = [lane for index, lane in enumerate(self.lanes) if index not in absent]
-        newest = min(lane.newest for lane in heard) if patient else max(lane.newest for lane in heard)
-        for step in doubts:
-            first, odd = reference(batches, step)
-            verdicts = [judge(batches[i], batches[first], step, newest - step, patient=patient) for i in odd]
-            distances = [verdict for verdict in verdicts if isinstance(verdict, int)]
-            if distances:
-                same = [i for i, verdict in zip(odd, verdicts, strict=True) if verdict == distances[0]]
-                return self._shift(tuple(same), step, distances[0], odd)
-            if Verdict.WAIT in verdicts:
-                return step
-            unclear = Verdict.UNCLEAR in verdicts
-            self._looked_at[step] = Verdict.UNCLEAR if unclear else Verdict.OTHER_BATCH
-        return None
-
-    def _shift(self, indices: tuple[int, ...], step: int, batches: int, odd: tuple[int, ...]) -> Shifted:
-        """Renumber whoever lacks batches that other ranks have."""
-        block = self.lanes[indices[0]].waiting()
-        t_ns = 0 if block is None else int(block.t_ns[np.searchsorted(block.step, step)])
-        others = tuple(i for i in range(len(self.lanes)) if i not in indices)
-        renumbered = others if batches > 0 else indices
-        shift = Shift(step, abs(batches))
-        for each in renumbered:
-            self.lanes[each].shift(shift)
-        # Whoever was found to count otherwise just here is no witness.
-        self._shifted = [
-            near for near in self._shifted if step <= near.shift.step + near.shift.missing + MATCHES
-        ]
-        doubted = {i for near in self._shifted for i in near.indices}
-        witnesses = [i for i in range(len(self.lanes)) if i not in odd and i not in doubted]
-        found = Shifted(indices, batches, renumbered, shift, 2 * len(witnesses) > len(self.lanes) > 2, t_ns)
-        self._shifted.append(found)
-        return found
 
     # ---- how far
 
@@ -257,18 +204,23 @@ class Aligner:
         for lane in self.lanes:
             lane.gaps.forget(done - 4 * self._deferral_steps)
             lane.lacking.forget(self.judged + 1)
-        self._looked_at = {step: found for step, found in self._looked_at.items() if step > self.judged}
+        self._recount.forget(self.judged)
 
     # ---- what
 
     def _inputs(
-        self, blocks: Sequence[InputsBlock | None], reasons: Counter[str], final: bool
+        self,
+        blocks: Sequence[InputsBlock | None],
+        agree: NDArray[np.bool_] | None,
+        reasons: Counter[str],
+        final: bool,
     ) -> tuple[Window[InputsBlock] | None, tuple[Unaligned, ...]]:
+        """``agree``: at which steps all ranks ran the same batch, where the blocks have the same steps."""
         present = [block for block in blocks if block is not None]
         if not present:
             return None, ()
-        if len(present) == len(blocks) and _same_step_columns(present):
-            return self._same_batches(present, reasons)
+        if len(present) == len(blocks) and same_steps(present):
+            return self._same_batches(present, agree, reasons)
         union = np.unique(np.concatenate([block.step for block in present]))
         common = union
         for lane, block in zip(self.lanes, blocks, strict=True):
@@ -276,18 +228,8 @@ class Aligner:
             has = np.isin(union, steps)
             self._count_missing(present, union[~has & np.isin(union, common)], lane, reasons, final)
             common = common[np.isin(common, steps)]
-        kept = self._in_common(present) if len(common) else None
-        return (None, ()) if kept is None else self._same_batches(kept, reasons)
-
-    @staticmethod
-    def _in_common(blocks: Sequence[InputsBlock]) -> list[InputsBlock] | None:
-        """The steps that all blocks have; None if there are none."""
-        if _same_step_columns(blocks):
-            return list(blocks)
-        common = blocks[0].step
-        for block in blocks[1:]:
-            common = common[np.isin(common, block.step)]
-        return [select(block, np.isin(block.step, common)) for block in blocks] if len(common) else None
+        kept = in_common(present) if len(common) else None
+        return (None, ()) if kept is None else self._same_batches(kept, None, reasons)
 
     def _count_missing(
         self, blocks: list[InputsBlock], steps: I64, lane: Lane, reasons: Counter[str], final: bool
@@ -295,7 +237,7 @@ class Aligner:
         """Count the rows of steps that a lane lacks, each step once."""
         if not len(steps):
             return
-        rows = _rows_of(steps, blocks)
+        rows = rows_of(steps, blocks)
         uncounted = np.zeros(len(steps), np.bool_)
         for first, last in lane.lacking:
             uncounted |= (first <= steps) & (steps <= last)
@@ -310,13 +252,13 @@ class Aligner:
                 reasons[reason] += count
 
     def _same_batches(
-        self, blocks: list[InputsBlock], reasons: Counter[str]
+        self, blocks: list[InputsBlock], agree: NDArray[np.bool_] | None, reasons: Counter[str]
     ) -> tuple[Window[InputsBlock] | None, tuple[Unaligned, ...]]:
         indices = tuple(range(len(blocks)))
-        agree = _fingerprints_agree(blocks)
-        unclear = self._unclear(blocks[0].step)
+        agree = fingerprints_agree(blocks) if agree is None else agree
+        unclear = self._recount.unclear(blocks[0].step)
         if unclear.any():
-            reasons[ORDINALS_SHIFTED] += int(_rows_of(blocks[0].step[unclear], blocks).sum())
+            reasons[ORDINALS_SHIFTED] += int(rows_of(blocks[0].step[unclear], blocks).sum())
             blocks = [select(block, ~unclear) for block in blocks]
             agree = agree[~unclear]
         if agree.all():
@@ -332,12 +274,6 @@ class Aligner:
         reasons[BATCH_DIFFERS] += sum(max(len(block.request) for block in each.blocks) for each in unaligned)
         kept = tuple(select(block, agree) for block in blocks)
         return (Window(self.group, indices, kept) if agree.any() else None), unaligned
-
-    def _unclear(self, steps: I64) -> NDArray[np.bool_]:
-        """Steps of which nobody can tell what the other ranks' counterparts are."""
-        if not self._looked_at:
-            return np.zeros(len(steps), np.bool_)
-        return np.isin(steps, [step for step, found in self._looked_at.items() if found is Verdict.UNCLEAR])
 
     def _blocks(
         self, blocks: Sequence[Any], indices: Sequence[int], *, compared: bool
@@ -374,33 +310,3 @@ class Aligner:
             equal = np.logical_and.reduce([chosen[0].rows == block.rows for block in chosen])
             chosen = [select(block, equal) for block in chosen]
         return Window(self.group, tuple(indices), tuple(chosen)) if len(chosen[0].step) else None
-
-
-def _same_step_columns(blocks: Sequence[InputsBlock]) -> bool:
-    return all(np.array_equal(blocks[0].step, block.step) for block in blocks[1:])
-
-
-def _rows_of(steps: I64, blocks: Sequence[InputsBlock]) -> I64:
-    """Rows of each step: the most that any rank recorded. int64 [steps]."""
-    rows = np.zeros(len(steps), np.int64)
-    for block in blocks:
-        _, at, place = np.intersect1d(steps, block.step, assume_unique=True, return_indices=True)
-        rows[at] = np.maximum(rows[at], block.rows[place])
-    return rows
-
-
-def _fingerprints_agree(blocks: list[InputsBlock]) -> NDArray[np.bool_]:
-    """Steps at which all ranks recorded the same batch: bool [steps]. Blocks have equal ``step`` columns."""
-    first = blocks[0]
-    agree = np.ones(len(first.step), np.bool_)
-    for block in blocks[1:]:
-        if np.array_equal(first.rows, block.rows):
-            for column in FINGERPRINT:
-                unequal = getattr(first, column) != getattr(block, column)
-                if unequal.any():
-                    agree[np.repeat(np.arange(len(first.step)), first.rows)[unequal]] = False
-            continue
-        for at in range(len(first.step)):
-            one, other = slice_steps(first, at, at + 1), slice_steps(block, at, at + 1)
-            agree[at] &= all(np.array_equal(getattr(one, c), getattr(other, c)) for c in FINGERPRINT)
-    return agree

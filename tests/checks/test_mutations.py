@@ -16,7 +16,7 @@ import test_shifts
 import test_verdicts
 from simulated import Run, plan
 
-from stagewatch.monitor import alignment, blame, correlate, engine, gaps, history, lanes, shifts
+from stagewatch.monitor import batches, blame, correlate, engine, gaps, history, lanes, recount, shifts
 from stagewatch.monitor.checks import collective_order, excluded_row, registry, stall
 from stagewatch.monitor.checks import payload_mismatch as payload
 
@@ -158,7 +158,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         [method(test_checks.TestCollectives, "test_a_call_may_be_missing_from_a_record_that_lost_some")],
     ),
     "alignment: batches must be the same": (
-        replacing(alignment, "FINGERPRINT", ()),
+        replacing(batches, "FINGERPRINT", ()),
         [fault("batch-reordered")],
     ),
     "alignment: a shift needs several batches": (
@@ -166,7 +166,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         [method(test_shifts, "test_too_few_batches_after_a_shift_accuse_nobody", 1)],
     ),
     "alignment: batches found again at no constant distance accuse nobody": (
-        replacing(alignment.Aligner, "_unclear", lambda _, steps: np.zeros(len(steps), np.bool_)),
+        replacing(recount.Recount, "unclear", lambda _, steps: np.zeros(len(steps), np.bool_)),
         [method(test_shifts, "test_too_few_batches_after_a_shift_accuse_nobody", 2)],
     ),
     "alignment: ranks that are at one again need no longer wait": (
@@ -210,8 +210,12 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
             )
         ],
     ),
+    "blame: who counts otherwise itself is no witness": (
+        replacing(recount, "MATCHES", -100),
+        [method(test_shifts, "test_three_ranks_that_count_three_ways_have_no_majority")],
+    ),
     "exception: a shift of ordinals accuses no batch": (
-        replacing(alignment, "judge", lambda *_, **__: shifts.Verdict.OTHER_BATCH),
+        replacing(recount, "judge", lambda *_, **__: shifts.Verdict.OTHER_BATCH),
         [method(test_shifts, "assert_told_and_compared", 2, 1, 0, "one fewer")],
     ),
     "correlation: a life is a slot and its generation": (
