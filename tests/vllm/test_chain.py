@@ -144,5 +144,5 @@ def test_a_rank_over_its_budget_is_reported_with_its_reason(
     assert "rank 0 disarmed: budget exceeded: p99" in shown["chain"][0]["text"]
     assert len(collector.get("/v1/incidents").json()["incidents"]) == 1
     (engine,) = collector.get("/v1/engines").json()["engines"]
-    assert [rank["armed"] for rank in engine["ranks"]] == [False, True]
+    assert engine["ranks"][0]["armed"] is False
     assert engine["verdicts"]["DIVERGED"] == 0
