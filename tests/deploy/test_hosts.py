@@ -223,3 +223,22 @@ def test_units_under_a_real_systemd(venv: Path, tmp_path: Path) -> None:
     assert any(line.startswith("alive: ") for line in told), logs
     assert "shipped" in told, logs
     assert "life-1.dp0.pp0.tp0.ring" in told, logs  # the flight recorder outlives its sidecar
+
+
+def test_the_plugin_is_found_by_an_engine_that_has_it_on_its_path_only(venv: Path, tmp_path: Path) -> None:
+    """The agent's container file makes it, an init container copies it, and PYTHONPATH shows it to vLLM."""
+    [step] = [
+        rest for word, rest in instructions(file_of(Path("agent"))) if word == "RUN" and "--target" in rest
+    ]
+    words = step.split()
+    options = [*words[words.index("install") : words.index("--target")], "--target", str(tmp_path / "plugin")]
+    [wheel] = (venv.parent / "wheels").iterdir()
+    subprocess.run([sys.executable, "-m", "pip", "-q", *options, wheel], check=True, capture_output=True)
+    asked = "from importlib.metadata import entry_points as e; [f] = e(group='vllm.general_plugins'); print(f.load())"
+    environment = {"PYTHONPATH": str(tmp_path / "plugin"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([PYTHON, "-c", asked], env=environment, capture_output=True, text=True)
+    assert "register" in done.stdout, done.stderr
+    brought = {path.name for path in (tmp_path / "plugin").iterdir()} - {"bin"}
+    assert {name.partition("-")[0] for name in brought} == {
+        "stagewatch"
+    }  # nothing of the engine's is replaced
