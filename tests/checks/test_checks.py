@@ -191,10 +191,13 @@ class TestCadence:
         story.step(row, ticks=1, r0={"last": 9}, r1={"last": 9})
         assert story.told() == [("decode-cadence", "critical", "a", 2, ())]
 
-    def test_prefill_chunks_may_follow_each_other(self) -> None:
+    def test_prefill_chunks_may_follow_at_once(self) -> None:
+        """Chunks of a prompt, and streaming input that comes while a token is under way: none needs that token."""
         story = Story()
         story.step(prefill())
-        story.step(prefill(computed=4))
+        story.step(prefill(computed=4), ticks=1)
+        story.step(Row(computed=8), ticks=3)
+        story.step(prefill(computed=11, prefill_len=20), ticks=1)
         assert story.told() == []
 
     def test_without_iterations_nothing_is_said(self) -> None:

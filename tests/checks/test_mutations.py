@@ -5,6 +5,7 @@ Each mutation names the tests that must fail without it; they are run in this pr
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +14,25 @@ import pytest
 import test_checks
 import test_faults
 import test_shifts
+import test_silence
+import test_stalls
 import test_verdicts
 from simulated import Run, plan
 
 from stagewatch.monitor import batches, blame, correlate, engine, gaps, history, lanes, recount, shifts
-from stagewatch.monitor.checks import collective_order, excluded_row, registry, stall
+from stagewatch.monitor.checks import (
+    cadence,
+    collective_order,
+    configuration,
+    excluded_row,
+    input_divergence,
+    last_sampled,
+    path_choice,
+    rank_silent,
+    rank_unarmed,
+    registry,
+    stall,
+)
 from stagewatch.monitor.checks import payload_mismatch as payload
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -117,6 +132,28 @@ def _masked_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _columns(block: Any) -> dict[str, Any]:
     return {name: getattr(block, name) for name in block.__slots__}
+
+
+def _counted_anyway(original: Any) -> Any:
+    def progress(self: Any, index: int, newest: int) -> Any:
+        return replace(original(self, index, newest), shared_calls=self._books[index].shared)
+
+    return progress
+
+
+def _every_stage(self: Any, chunk: Any, group: Any, history: Any) -> Any:
+    for column in ("spec_tokens", "graph_mode", "padded_tokens") if chunk.inputs is not None else ():
+        yield from self._differs(chunk.inputs, column, tuple(range(len(chunk.inputs.blocks))))
+
+
+def _chunks_decode(self: Any, chunk: Any, group: Any, history: Any) -> Any:
+    if chunk.inputs is not None:
+        blocks = [replace(each, prefilling=np.zeros_like(each.prefilling)) for each in chunk.inputs.blocks]
+        chunk = replace(chunk, inputs=replace(chunk.inputs, blocks=tuple(blocks)))
+    return EXAMINE_CADENCE(self, chunk, group, history)
+
+
+EXAMINE_CADENCE = cadence.Cadence.examine
 
 
 RULES: dict[str, tuple[Mutation, list[Test]]] = {
@@ -239,6 +276,68 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
                 correlate.Correlator(test_verdicts.GROUP)
             )
         ],
+    ),
+    "stall: who waits for the others is not who did not come": (
+        replacing(stall, "_owed", lambda *_: iter(())),
+        [method(test_stalls, "test_a_peer_that_does_not_enter_its_stages_collective")],
+    ),
+    "stall: calls of replicas of which some are lost are not counted": (
+        replacing(engine.Engine, "_progress", _counted_anyway(engine.Engine._progress)),
+        [method(test_stalls, "test_idle_replicas_whose_first_records_are_gone_are_not_stalled", 30)],
+    ),
+    "stall: the size on each rank": (
+        replacing(stall, "_where", lambda *_: ""),
+        [method(test_stalls, "test_what_is_owed_its_size_on_each_rank_and_who_joined_are_told", 3)],
+    ),
+    "configuration: a draft model and its own configuration": (
+        replacing(configuration.Configuration, "_contradictions", lambda *_: iter(())),
+        [
+            method(
+                test_checks,
+                "test_a_draft_model_that_contradicts_its_own_configuration_is_told_before_the_first_step",
+            )
+        ],
+    ),
+    "exception: draft models of different stages": (
+        replacing(configuration, "CONFIGURED", ""),
+        [method(test_checks, "test_draft_models_of_two_stages_may_be_configured_otherwise")],
+    ),
+    "exception: prefilling rows hold their slot's former owner's token": (
+        replacing(last_sampled.LastSampled, "differs", lambda _, window: window.differing("last_digest")),
+        [method(test_checks.TestLastSampled, "test_a_prefilling_row_may_hold_its_slots_former_owners_token")],
+    ),
+    "exception: graph mode and padding of different stages": (
+        replacing(path_choice.PathChoice, "examine", _every_stage),
+        [method(test_checks.TestPathChoice, "test_graphs_and_padding_are_each_stages_own", "graph_mode")],
+    ),
+    "exception: prefill chunks may follow each other": (
+        replacing(cadence.Cadence, "examine", _chunks_decode),
+        [method(test_checks.TestCadence, "test_prefill_chunks_may_follow_at_once")],
+    ),
+    "exception: ranks of an engine that ended": (
+        replacing(rank_silent, "SILENT_NS", 0),
+        [
+            method(
+                test_silence.TestSilence,
+                "test_ranks_of_an_engine_that_ended_were_not_heard_at_the_same_instant",
+            )
+        ],
+    ),
+    "exception: the first minute of an engine": (
+        replacing(rank_unarmed, "GRACE_NS", 0),
+        [method(LIVE, "test_a_rank_that_never_arms_is_named_after_a_minute")],
+    ),
+    "blame: the last stage is the authority for what it sampled": (
+        replacing(blame, "_authority", lambda *_: []),
+        [method(test_verdicts.TestBlame, "test_the_last_stage_is_the_authority_for_what_it_sampled")],
+    ),
+    "blame: earlier stages do not outvote the last": (
+        in_checks("blame", lambda *a, **k: blame.blame(*a, **{**k, "relayed": False}), "fields"),
+        [method(test_checks.TestPositionDrift, "test_earlier_stages_do_not_outvote_the_last")],
+    ),
+    "blame: a rank that does not feed its own state": (
+        replacing(input_divergence, "FEED_IS_STATE", 0),
+        [method(test_checks.TestInputDivergence, "test_whoever_does_not_feed_its_own_state_is_blamed", 0)],
     ),
     "stall: an idle engine": (
         replacing(stall, "_entered", lambda *_: False),

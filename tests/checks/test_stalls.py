@@ -2,9 +2,11 @@
 
 import msgspec
 import pytest
+from simulated import Run, beat, hello, take
 from stories import DIGESTER, Row, S, Sent, Story, prefill
 
 from stagewatch.agents.evidence import digest_records
+from stagewatch.agents.lab.simulator import SimConfig
 from stagewatch.agents.probe import Health
 from stagewatch.agents.record import Collective, Heartbeat, Kind, Record
 from stagewatch.monitor.incidents import Incident
@@ -156,3 +158,18 @@ def test_what_is_owed_its_size_on_each_rank_and_who_joined_are_told(pp: int) -> 
     assert "joined the batch: late" in text
     shown = {value.rank: value.text for value in incident.values}
     assert shown == {0: "not entered", **dict.fromkeys(range(1, pp), "pp_broadcast broadcast int64 of 48")}
+
+
+@pytest.mark.parametrize("late", [0, 30])
+def test_idle_replicas_whose_first_records_are_gone_are_not_stalled(late: int) -> None:
+    """GIVEN sidecars that came when rings had been overrun, THEN calls shared with other replicas cannot be counted."""
+    run, watch = Run(SimConfig.benign(2, pp=2, dp=2, requests=10)), Watch()
+    hello(run, watch)
+    for place, (rank, records) in enumerate(run.records.items()):
+        first = late * place
+        take(run, watch, rank, first, len(records), first)
+    for second in (25, 50):
+        beat(run, watch, second * S)
+        watch.tick((second + 9) * S)
+    assert watch.incidents() == []
+    assert [state.wedged for state in watch.states()] == ["", ""]
