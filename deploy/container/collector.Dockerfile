@@ -35,6 +35,6 @@ USER 10001:10001
 VOLUME ["/var/lib/stagewatch"]
 EXPOSE 8765
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"STAGEWATCH_PORT\"]}/healthz', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as u; u.urlopen('http' + 's' * ('STAGEWATCH_TLS_CERT' in os.environ) + '://127.0.0.1:' + os.environ['STAGEWATCH_PORT'] + '/healthz', timeout=4, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["stagewatch"]
 CMD ["collect"]

@@ -69,6 +69,9 @@ SCHEMAS: dict[str, Schema] = {
                     path=TEXT,
                     interval=DURATION,
                     scheme={"enum": ["http", "https"]},
+                    tlsConfig=closed(
+                        serverName=TEXT, ca=closed(secret=closed(("key",), name=TEXT, key=TEXT))
+                    ),
                     authorization=closed(type=TEXT, credentials=closed(("key",), name=TEXT, key=TEXT)),
                 ),
             },

@@ -59,9 +59,9 @@ def test_there_is_something_to_check() -> None:
         missing(why)
     places = {launch.where.split(":")[0] for launch in LAUNCHES}
     assert places == {*overlays(), "compose", "stagewatch-collector.service", "stagewatch-agent@.service"}
-    assert len(SHIPS) == 1 + 1 + 1 + 2  # compose, systemd, StatefulSet, leader and worker
-    assert len(COLLECTORS) == 1 + 1 + 3
-    assert len(ENGINES) == 1 + 1 + 2
+    assert len(SHIPS) == 1 + 1 + 2 + 2  # compose, systemd, StatefulSets, leader and worker
+    assert len(COLLECTORS) == 1 + 1 + len(overlays())
+    assert len(ENGINES) == 1 + 2 + 2
 
 
 @pytest.mark.parametrize("launch", [*OURS, *container_launches()], ids=str)
@@ -153,6 +153,38 @@ class TestCollectors:
     @pytest.mark.parametrize("launch", COLLECTORS, ids=str)
     def test_each_writes_to_its_own_disk(self, launch: Launch) -> None:
         assert under_a_mount(parsed(launch).data_dir, launch) is not None
+
+
+class TestTls:
+    """Where the collector speaks TLS nothing else may speak to it in clear, and all must be able to check it."""
+
+    @pytest.mark.parametrize("launch", SHIPS, ids=str)
+    def test_each_sidecar_speaks_as_its_collector_does(self, launch: Launch) -> None:
+        place = launch.where.partition(":")[0]
+        beside = "stagewatch-collector.service" if launch.where.endswith(".service") else f"{place}:"
+        [collector] = [each for each in COLLECTORS if each.where.startswith(beside)]
+        speaks_tls = parsed(collector).tls_cert is not None
+        assert (urlsplit(parsed(launch).collector).scheme == "wss") == speaks_tls
+        assert (parsed(launch).tls_ca is not None) == speaks_tls
+        if speaks_tls:
+            assert under_a_mount(parsed(launch).tls_ca, launch) is not None
+            assert under_a_mount(parsed(collector).tls_key, collector) is not None
+
+    @pytest.mark.parametrize("overlay", overlays())
+    def test_probes_and_prometheus_too(self, overlay: str) -> None:
+        resources = overlay_resources(overlay)
+        [collector] = [c for c in COLLECTORS if c.where.startswith(f"{overlay}:")]
+        scheme = "https" if parsed(collector).tls_cert else "http"
+        [monitor] = [r for r in resources if r["kind"] == "ServiceMonitor"]
+        assert monitor["spec"]["endpoints"][0].get("scheme", "http") == scheme
+        [template] = [
+            r for r in resources if r["kind"] == "StatefulSet" and "collector" in r["metadata"]["name"]
+        ]
+        [container] = template["spec"]["template"]["spec"]["containers"]
+        probes = [
+            container[key]["httpGet"].get("scheme", "HTTP") for key in container if key.endswith("Probe")
+        ]
+        assert probes == [scheme.upper()] * 3
 
 
 class TestContainerFiles:

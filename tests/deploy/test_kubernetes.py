@@ -282,7 +282,9 @@ class TestSecrets:
         }
         [monitor] = resources_of("collector", "ServiceMonitor")
         credentials = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
-        assert named | {credentials["name"]} == made.keys()
+        assert named | {credentials["name"]} == made.keys() | {
+            "stagewatch-tls"
+        }  # cert-manager makes that one
         assert credentials["key"] in made[credentials["name"]]
 
     def test_git_never_takes_them(self) -> None:
