@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase
-from stagewatch.monitor.history import UNKNOWN, History
+from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
+from stagewatch.monitor.links import UNKNOWN
 from stagewatch.monitor.windows import Group, life_of
 
 

@@ -19,7 +19,7 @@ import test_stalls
 import test_verdicts
 from simulated import Run, plan
 
-from stagewatch.monitor import batches, blame, correlate, engine, gaps, history, lanes, recount, shifts
+from stagewatch.monitor import batches, blame, correlate, engine, gaps, history, lanes, links, recount, shifts
 from stagewatch.monitor.checks import (
     cadence,
     collective_order,
@@ -259,7 +259,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         lambda monkeypatch: (
             [
                 monkeypatch.setattr(module, "lives_of", lambda block: block.generation.astype(np.int64))
-                for module in (history, engine)
+                for module in (history, links, engine)
             ]
             and None
         ),
