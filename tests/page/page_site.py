@@ -64,7 +64,7 @@ class Seen:
         self.page.goto(f"{self.url}/{where}")
         self.page.get_by_label("Bearer token").fill(token)
         self.page.get_by_role("button", name="Look").click()
-        self.page.get_by_role("form").wait_for(state="detached")
+        self.page.locator("form.login").wait_for(state="detached")
 
 
 @dataclass

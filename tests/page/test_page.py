@@ -253,6 +253,7 @@ class TestHostile:
         page.route("**/v1/incidents/*", lambda route: route.fulfill(json=incident))
         seen.enter(site.collector.token, f"#/incident/{incident['id']}")
         # THEN it is shown, and does nothing
+        page.get_by_role("heading", name="What to do").wait_for()
         assert evil in page.get_by_role("heading", level=1).inner_text()
         assert page.locator("main img, main script").count() == 0
         assert page.title() != "taken"
