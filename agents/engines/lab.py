@@ -5,8 +5,9 @@ one `stagewatch.agents.lab.recording.MemoryProbe` per rank of a pipeline.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ class ProbeLike(Protocol):
     def spent(self, ns: int) -> None: ...
 
 
+HELD_MAX: Final = 64
+"""Steps that wait for broadcasts which a fault may have kept from ever arriving."""
+
+
 class LabRecorder:
     """Turns a block's reports into records; see `stagewatch.agents.lab.stage.Recorder` for the methods.
 
@@ -46,6 +51,10 @@ class LabRecorder:
         """Request of each row of the current batch, per rank."""
         self._keys_sent: dict[int, list[U64]] = {}
         """The same of steps not yet consumed, by ordinal: their slots may change hands meanwhile."""
+        self._awaited: dict[int, None] = {}
+        """Steps whose broadcast is still under way, oldest first."""
+        self._held: deque[tuple[int, list[tuple[ProbeLike, Payload]]]] = deque()
+        """Steps that broadcast nothing, to be recorded after those under way: payloads are in the order of steps."""
 
     def bound(self, request: NewRequest, slots: I32, generation: I32) -> None:
         length = len(request.tokens)
@@ -64,6 +73,7 @@ class LabRecorder:
         self._keys = [probe.keys_of(batch.slots[i]) for i, probe in enumerate(self.probes)]
         if self._earlier:
             self._keys_sent[self._step] = self._keys
+            self._awaited[self._step] = None
         prefilling = batch.prefilling.view(np.uint8)
         planned = spec_tokens.tolist()
         for i, probe in enumerate(self.probes):
@@ -131,11 +141,13 @@ class LabRecorder:
                 applied[position],
             )
             self.probes[i].payload(Kind.RECEIVED, pending.step, body)
+        self._no_longer_awaited(pending.step)
         self._account(began)
 
     def consumed(self, pending: Pending, at: int, generation_now: I32, applied: Bool) -> None:
         began = time.perf_counter_ns()
         keys = self._keys_sent.pop(pending.step)
+        self._no_longer_awaited(pending.step)
         written = applied.view(np.uint8)
         for position, i in enumerate(self._earlier):
             body = self._payload(
@@ -156,6 +168,7 @@ class LabRecorder:
         self._keys_sent.pop(self._step, None)
         nothing = np.zeros((batch.rows, 0), np.int32)
         zeros = np.zeros(batch.rows, np.int32)
+        received: list[tuple[ProbeLike, Payload]] = []
         for i, probe in enumerate(self.probes):
             slots, generation = batch.slots[i], batch.generation[i]
             body = Payload(
@@ -171,7 +184,21 @@ class LabRecorder:
                 nothing,
                 zeros.astype(np.uint8),
             )
-            probe.payload(Kind.SENT if i in self._last else Kind.RECEIVED, self._step, body)
+            if i in self._last:
+                probe.payload(Kind.SENT, self._step, body)
+            else:
+                received.append((probe, body))
+        self._held.append((self._step, received))
+        self._no_longer_awaited(self._step)
+
+    def _no_longer_awaited(self, step: int) -> None:
+        self._awaited.pop(step, None)
+        while self._held and (
+            len(self._held) > HELD_MAX or self._held[0][0] < next(iter(self._awaited), self._step + 1)
+        ):
+            held, received = self._held.popleft()
+            for probe, body in received:
+                probe.payload(Kind.RECEIVED, held, body)
 
     def collective(self, rank: int, group: str, op: str, dtype: str, numel: int, group_size: int) -> None:
         self.probes[rank].collective(group, op, dtype, numel, group_size)

@@ -180,7 +180,7 @@ class RankHooks:
         step = self._probe.step
         known = self._mask_step == step
         if known and self._mask is None:
-            self._probe.payload(Kind.SENT, step, vllm_batch.skipped(rows))
+            self._staging.take([], functools.partial(self._skipped, Kind.SENT, step, rows))
             return
         self._sent = sent = _Sent(step, rows, self._mask if known else None)
         names = ("sampled_token_ids", "num_sampled", "num_rejected")
@@ -223,7 +223,7 @@ class RankHooks:
         entry = queue[-1]
         probe, step = self._probe, self._probe.step
         if entry is None:
-            probe.payload(Kind.RECEIVED, step, vllm_batch.skipped(self._rows(batch)))
+            self._staging.take([], functools.partial(self._skipped, Kind.RECEIVED, step, self._rows(batch)))
             return
         if self._deferred and self._deferred[-1].entry is entry:
             probe.dropped()  # received into no place of its own: whose values these are is not known
@@ -250,6 +250,10 @@ class RankHooks:
             entry.idx_mapping_np.astype(np.int32),
             entry.gen_at_receive_np.astype(np.int32),
         )
+
+    def _skipped(self, kind: Kind, step: int, rows: Rows, _: list[Values]) -> None:
+        """The step broadcasts nothing. Called in turn: payloads of earlier steps may still be on their way."""
+        self._probe.payload(kind, step, vllm_batch.skipped(rows))
 
     def _consuming(self, args: Args, kwargs: Kwargs) -> tuple[Any, I32 | None]:
         queue = self._handler.queue

@@ -11,11 +11,15 @@ from simulated import DIGESTER, Run, S, feed_cut, feed_live, hello, plan, settle
 
 from stagewatch.agents.evidence import digest_records
 from stagewatch.agents.identity import Rank
+from stagewatch.agents.lab.engine import LabConfig, run_lab
+from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.simulator import SimConfig
+from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.mask import faulty_mask, fixed_mask
 from stagewatch.agents.probe import Health, Probe
-from stagewatch.agents.record import Collective, Heartbeat, Inputs, Kind, Mask, Record
+from stagewatch.agents.record import Collective, Heartbeat, Inputs, Kind, Mask, Payload, Record
 from stagewatch.agents.ring import RingReader, RingWriter
+from stagewatch.agents.settings import ProbeSettings
 from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.states import EngineState
 from stagewatch.monitor.watch import Watch
@@ -188,3 +192,23 @@ class TestRanks:
             msgspec.json.decode(r.body.health, type=Health) for r in records if isinstance(r.body, Heartbeat)
         ]
         assert [(health.armed, health.ended) for health in beats] == [(True, False), (True, True)]
+
+
+def test_a_step_that_broadcasts_nothing_is_recorded_after_those_under_way(tmp_path: Path) -> None:
+    """GIVEN a mask that drops every row while an earlier broadcast is on its way THEN no payload comes late."""
+    lab = LabConfig(
+        seed=7,
+        workload=Workload(requests=3, prompt_len=(8, 12), max_tokens=(8, 16)),
+        probe=ProbeSettings(tmp_path / "rings", "test", 8 << 20, 0.2, 0.0, 2, fixed_mask=False),
+        fault=Plan("old-mask"),
+    )
+    assert run_lab(lab).error == ""
+    skipped = 0
+    for ring in (tmp_path / "rings").glob("*.ring"):
+        steps = []
+        for record in RingReader(ring).read(1 << 20):
+            if record.kind is Kind.RECEIVED and isinstance(record.body, Payload):
+                steps.append(record.step)
+                skipped += record.body.skipped
+        assert steps == sorted(steps)
+    assert skipped
