@@ -27,3 +27,11 @@ class SettingsError(StagewatchError):
 
 class FrameError(StagewatchError):
     """A wire frame that is malformed or over a limit."""
+
+
+class FrameLimitError(FrameError):
+    """A wire frame that is over a limit; ``limit`` says which, as a label: one of `stagewatch.agents.wire.LIMITS`."""
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit

@@ -26,9 +26,9 @@ from stagewatch.agents.blocks import (
     PayloadBlock,
     list_offsets,
 )
-from stagewatch.agents.bodies import I32, U8, U64
+from stagewatch.agents.bodies import I32, U8, U64, Kind
 from stagewatch.agents.columnar import Column, Decoded
-from stagewatch.agents.errors import FrameError
+from stagewatch.agents.errors import FrameError, FrameLimitError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Node, Rank
 
@@ -101,7 +101,13 @@ class Limits:
     steps_per_frame: int = 65_536
     rows_per_frame: int = 2_000_000
     text_bytes: int = 65_536
-    """Longest request id, note or heartbeat."""
+    """Longest note or heartbeat."""
+    request_characters: int = 4096
+    """Longest request id. The probe cuts off what is longer, so only a stranger's can be."""
+
+
+LIMITS: Final = ("frame_too_long", "too_many_steps", "too_many_rows", "text_too_long", "request_too_long")
+"""What can be too much, as labels."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -126,7 +132,7 @@ def encode_frame(frame: Upward | Downward) -> bytes:
 def decode_upward(message: bytes, limits: Limits) -> Upward:
     """A sidecar's frame. Raises FrameError."""
     if len(message) > limits.frame_bytes:
-        raise FrameError(f"frame of {len(message)} bytes exceeds {limits.frame_bytes}")
+        raise FrameLimitError(f"frame of {len(message)} bytes exceeds {limits.frame_bytes}", "frame_too_long")
     try:
         return _upward.decode(message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -252,13 +258,28 @@ def _decode_block(block_type: type[_T], name: str, data: bytes, limits: Limits) 
     except FrameError as error:
         raise FrameError(f"frame part {name}: {error}") from None
     if decoded.rows > limits.steps_per_frame:
-        raise FrameError(f"frame part {name}: {decoded.rows} steps exceed {limits.steps_per_frame}")
-    if max(map(len, decoded.values.get("text", ())), default=0) > limits.text_bytes:
-        raise FrameError(f"frame part {name}: a text exceeds {limits.text_bytes} characters")
+        raise FrameLimitError(
+            f"frame part {name}: {decoded.rows} steps exceed {limits.steps_per_frame}", "too_many_steps"
+        )
     block = block_type(**decoded.values)
+    if isinstance(block, EventBlock):
+        _check_texts(name, block, limits)
     if decoded.offsets:
         _check_lists(name, cast(Any, block), decoded, limits)
     return block
+
+
+def _check_texts(name: str, block: EventBlock, limits: Limits) -> None:
+    if max(map(len, block.text), default=0) > limits.text_bytes:
+        raise FrameLimitError(
+            f"frame part {name}: a text exceeds {limits.text_bytes} characters", "text_too_long"
+        )
+    binds = np.flatnonzero(block.kind == Kind.BIND).tolist()
+    if max((len(block.text[place]) for place in binds), default=0) > limits.request_characters:
+        raise FrameLimitError(
+            f"frame part {name}: a request id exceeds {limits.request_characters} characters",
+            "request_too_long",
+        )
 
 
 def _check_lists(
@@ -269,7 +290,9 @@ def _check_lists(
         raise FrameError(f"frame part {name}: a negative row count")
     offsets = list_offsets(block, "")
     if offsets[-1] > limits.rows_per_frame:
-        raise FrameError(f"frame part {name}: {offsets[-1]} rows exceed {limits.rows_per_frame}")
+        raise FrameLimitError(
+            f"frame part {name}: {offsets[-1]} rows exceed {limits.rows_per_frame}", "too_many_rows"
+        )
     right: Any = None
     for column, found in decoded.offsets.items():
         if column.startswith("raw_"):

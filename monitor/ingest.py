@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from stagewatch.agents import wire
-from stagewatch.agents.errors import FrameError
+from stagewatch.agents.errors import FrameError, FrameLimitError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.wire import Batch, Hello, Refusal, Welcome
@@ -51,6 +51,7 @@ class Intake:
         self.duplicates = 0
         """Batches that were known already."""
         self._limits = settings.limits
+        self._engines_max = settings.engines_max
         self._queue_bytes = settings.queue_bytes
         self._durable = durable
         self._room = asyncio.Event()
@@ -89,7 +90,8 @@ class Intake:
         try:
             frame = wire.decode_upward(message, self._limits)
         except FrameError as error:
-            raise FrameRefusedError("malformed", str(error), Refusal(str(error), -1.0)) from None
+            code = error.limit if isinstance(error, FrameLimitError) else "malformed"
+            raise FrameRefusedError(code, str(error), Refusal(str(error), -1.0)) from None
         if isinstance(frame, Hello):
             self._hello(frame, message, session)
             return None
@@ -162,6 +164,15 @@ class Intake:
                     retry_s=60.0,
                 )
             self._carried.pop(parked, None)
+        while self.streams.is_crowded(identity, self._engines_max):
+            parked = self.streams.make_room(now_ns, deployment=identity.deployment)
+            if parked is None:
+                raise refuse(
+                    "too_many",
+                    f"{self._engines_max} engines of {identity.deployment} are known already: raise --engines-max",
+                    retry_s=60.0,
+                )
+            self._carried.pop(parked, None)
         return self.streams.open(identity, now_ns)
 
     def _batch(self, batch: Batch, message: bytes, session: Session) -> Evidence | None:
@@ -185,7 +196,8 @@ class Intake:
         try:
             evidence = wire.evidence_of(batch, self._limits)
         except FrameError as error:
-            raise refuse("evidence", str(error), next_seq=batch.next_seq) from None
+            code = error.limit if isinstance(error, FrameLimitError) else "evidence"
+            raise refuse(code, str(error), next_seq=batch.next_seq) from None
         if stream.unheard:
             evidence = replace(evidence, lost=evidence.lost + stream.unheard)
             stream.unheard = 0

@@ -20,6 +20,7 @@ REFUSAL_CODES: Final = (
     "no_hello",
     "out_of_order",
     "evidence",
+    *wire.LIMITS,
     *HELLO_CODES,
 )
 

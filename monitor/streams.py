@@ -103,14 +103,23 @@ class Streams:
         stream = self.by_key[key] = Stream(identity, next_seq, next_seq, now_ns)
         return stream
 
-    def make_room(self, now_ns: int, idle_ns: int = IDLE_FORGET_NS) -> StreamKey | None:
-        """Park the stream that is idle for longest, if one is for long enough; return its key."""
+    def is_crowded(self, identity: Identity, most: int) -> bool:
+        """Whether a rank's engine is a new one, and its deployment has as many as it may."""
+        if identity.instance in self._engines:
+            return False
+        return sum(name == identity.deployment for name, _ in self._engines.values()) >= most
+
+    def make_room(
+        self, now_ns: int, idle_ns: int = IDLE_FORGET_NS, deployment: str | None = None
+    ) -> StreamKey | None:
+        """Park the stream (of a deployment) that is idle for longest, if one is for long enough; return its key."""
         idle = [
             (stream.heard_ns, key)
             for key, stream in self.by_key.items()
             if not stream.sessions
             and stream.durable_seq == stream.offered_seq
             and now_ns - stream.heard_ns > idle_ns
+            and deployment in (None, stream.identity.deployment)
         ]
         if not idle:
             return None

@@ -32,6 +32,8 @@ from stagewatch.monitor.tokens import read_grants
 from stagewatch.monitor.watch import Watch
 
 OPEN_TO: Final = ("loopback", "everyone")
+WORDS_BYTES: Final = 1 << 20
+"""Room for a frame that is too long to be read to its end, and answered in words."""
 DEAF_S: Final = 60
 """A peer that acknowledges nothing for so long is taken for dead."""
 
@@ -321,7 +323,8 @@ async def _serve(collector: Collector, listener: socket.socket, tls: RenewedCont
         access_log=False,
         lifespan="on",
         ws=FrugalWebSocket,
-        ws_max_size=collector.settings.limits.frame_bytes,
+        # A little more than we take, so that who is slightly over is told so by a refusal.
+        ws_max_size=collector.settings.limits.frame_bytes + WORDS_BYTES,
         # Evidence is digests, which do not compress; and nothing can be inflated against us.
         ws_per_message_deflate=False,
         # Who asks is whoever connected: what a header says of that is for proxies to know.
