@@ -276,19 +276,18 @@ class TestPeace:
         push.event(Told(critical(), ""))
         wait_until(lambda: drops, "the outage is noticed")
         assert drops == {("otlp", "failed"): 1}
-        again = Receiver(tmp_path, protocol, "--port", receiver.port)
-        pushed = 0
+        with closing(Receiver(tmp_path, protocol, "--port", receiver.port)) as again:
+            pushed = 0
 
-        def settled() -> int:
-            return len(again.taken("logs")) + drops["otlp", "failed"] - 1
+            def settled() -> int:
+                return len(again.taken("logs")) + drops["otlp", "failed"] - 1
 
-        while not again.taken("logs"):  # gRPC waits a little before it tries again
-            push.event(Told(critical(), ""))
-            pushed += 1
-            wait_until(lambda expected=pushed: settled() >= expected, "it is received or counted")
-        push.close()
-        again.close()
-        assert settled() == pushed
+            while not again.taken("logs"):  # gRPC waits a little before it tries again
+                push.event(Told(critical(), ""))
+                pushed += 1
+                wait_until(lambda expected=pushed: settled() >= expected, "it is received or counted")
+            push.close()
+            assert settled() == pushed
 
 
 class TestSettings:
