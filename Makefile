@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup test test-slow test-vllm test-page screenshots setup-observability test-observability setup-deploy test-deploy lint format docs demo bench soak soak-memory chaos clean
+.PHONY: help setup test test-slow test-vllm test-page screenshots setup-observability test-observability setup-deploy test-deploy lint format docs demo bench soak soak-memory chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -92,6 +92,11 @@ bench: setup ## probe, collector and fault-to-alert figures, each beside a refer
 
 soak: setup ## ten million request-steps with every legitimate event: no incident
 	$(BIN)/python tests/checks/soak.py --request-steps 10000000
+
+fuzz: setup ## every decoder in the hands of a coverage-guided fuzzer, SECONDS (300) for each
+	for each in frames rings journals traces; do \
+		$(BIN)/python tests/fuzz/fuzz_$$each.py --seconds $(or $(SECONDS),300) --corpus $$(mkdir -p build/corpus/$$each && echo build/corpus/$$each) || exit 1; \
+	done
 
 chaos: setup ## kill, stop and restart everything for an hour or so, by a seed that is printed
 	$(BIN)/python tests/chaos/chaos.py --runs $(or $(RUNS),60) --seconds 40 $(if $(SEED),--seed $(SEED))
