@@ -25,6 +25,7 @@ from stagewatch.monitor.correlate import Context, Correlator
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.ordinals import Ordinals
+from stagewatch.monitor.picture import Picture
 from stagewatch.monitor.states import Change, EngineState, RankState, StepSeen
 from stagewatch.monitor.statistics import Statistics
 from stagewatch.monitor.troubles import Troubles
@@ -58,6 +59,7 @@ class Engine:
         """Steps that have a verdict."""
         self.verdicts: Counter[str] = Counter()
         """Rows by verdict; INDETERMINATE ones by reason, in lower case."""
+        self.picture = Picture(len(group.ranks))
         self._compared_to = 0
         self._begin_comparison()
         self._correlator = Correlator(group)
@@ -155,6 +157,7 @@ class Engine:
         changes = self.finish(now_ns)
         self._compared_to = max(self._compared_to, self._aligner.judged)
         self._begin_comparison()
+        self.picture = Picture(len(self.group.ranks))
         while len(self._request_ids) > REQUEST_IDS_AT_REST:
             self._request_ids.popitem(last=False)
         return changes
@@ -311,6 +314,7 @@ class Engine:
         self._history.remember(chunk.inputs, chunk.sent)
         self._statistics.add(chunk, self._history)
         diverged = self._compare_rows(chunk.inputs)
+        self.picture.add(chunk, _any_of(diverged) if diverged else None, self._history)
         findings = [*self._explain(chunk.inputs, diverged), *self._examine(chunk)]
         findings.sort(key=lambda f: (f.step, f.phase, registry.ORDER[f.check], f.row))
         changes = self._tell(findings, now_ns)
@@ -322,7 +326,7 @@ class Engine:
         changes: OrderedDict[str, Change] = OrderedDict()
         for finding in findings:
             context = Context(
-                self._name(finding.request),
+                self.name_of(finding.request),
                 partial(self._last_good_step, finding),
                 max(lane.newest for lane in self._aligner.lanes),
                 now_ns,
@@ -332,6 +336,7 @@ class Engine:
             if changed is None:
                 continue
             kind, incident = changed
+            self.picture.keep_around(incident.first_bad_step)
             before = changes.get(incident.id)
             changes[incident.id] = Change(before.kind if before and kind == "updated" else kind, incident)
         return list(changes.values())
@@ -377,7 +382,8 @@ class Engine:
             self._troubles.note(self._correlator.touch(*key, step), now_ns)
         self._statistics.diverged(newest)
 
-    def _name(self, request: int) -> str:
+    def name_of(self, request: int) -> str:
+        """A request's id for its key, where a slot was given to it on record; empty for no request."""
         if not request:
             return ""
         known = self._request_ids.get(request)
