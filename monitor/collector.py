@@ -20,6 +20,7 @@ from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.monitor.auth import Authenticator
 from stagewatch.monitor.clock import Clock
+from stagewatch.monitor.directories import check_data_directory
 from stagewatch.monitor.engine import Engine
 from stagewatch.monitor.events import Hub
 from stagewatch.monitor.incidentlog import log_incidents
@@ -380,6 +381,7 @@ def lock_directory(directory: Path) -> int:
     """Make ``directory`` and lock it for this process; return the lock's descriptor. Raises SettingsError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_data_directory(directory)
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise SettingsError(f"data directory {directory} cannot be written: {error.strerror}") from None

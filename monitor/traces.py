@@ -273,6 +273,8 @@ class TraceReader:
                 yield Kind.RECEIVED, line.step, self._received(line)
 
     def _check_step(self, step: int) -> None:
+        if self._batch is None:
+            raise ValueError("a payload before the first inputs")
         if step != self._step:
             raise ValueError(f"a line of step {step} follows the inputs of step {self._step}")
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -90,7 +89,7 @@ def append_steps(ring: RingWriter, count: int, first_step: int = 1, wrong_token:
     for step in range(first_step, first_step + count):
         body = inputs(step)
         if wrong_token:
-            body = replace(
+            body = msgspec.structs.replace(
                 body, input_ids=body.input_ids + wrong_token, last_sampled=body.last_sampled + wrong_token
             )
         ring.append(Kind.INPUTS, step, time.time_ns(), body)
