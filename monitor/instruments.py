@@ -39,7 +39,10 @@ DROPS: Final = {
     ("sidecar", "ring_removed"): "records of a ring that was removed before they were acknowledged",
     ("sidecar", "ring_unreadable"): "records of a ring that a sidecar cannot read on",
     ("journal", "unreadable"): "entries of the journal that this build cannot read",
-    ("journal", "pinned"): "segments with incidents' evidence removed because such evidence exceeded --pin-bytes",
+    (
+        "journal",
+        "pinned",
+    ): "segments with incidents' evidence removed because such evidence exceeded --pin-bytes",
     ("streams", "forgotten"): "positions of ranks silent for so long that their rings would be taken anew",
     ("store", "pruned"): "incidents beyond what is kept",
     ("events", "slow_reader"): "readers of the event stream disconnected because they were too slow",

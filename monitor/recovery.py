@@ -95,7 +95,7 @@ class Checkpoints:
         busy_s = 0.0
         engines: list[SavedEngine] = []
         try:
-            for key in self._watch.keys():
+            for key in self._watch.keys():  # noqa: SIM118  # no mapping: it may change meanwhile
                 began = time.monotonic()
                 engine = self._watch.engine(key)
                 if engine is not None:

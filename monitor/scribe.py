@@ -135,7 +135,7 @@ class Scribe(Generic[T]):
                 self._shelf.resize(path, reader.end)
 
     def salt_at(self, position: Position) -> int | None:
-        """The salt of the segment that a position lies in, which tells it from another journal's; None if it is gone."""
+        """The salt of the segment a position lies in, which tells it from another journal's; None if it is gone."""
         return self._shelf.salt_of(position.segment)
 
     @property

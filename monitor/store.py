@@ -61,6 +61,14 @@ _MIGRATIONS: Final = (
 """One script per schema version; `PRAGMA user_version` counts those applied."""
 
 
+_PRUNE: Final = """
+    WITH ranked AS (SELECT changed_ns FROM incidents ORDER BY changed_ns DESC, number DESC)
+    DELETE FROM incidents WHERE changed_ns < ?
+        OR (changed_ns <= (SELECT changed_ns FROM ranked LIMIT 1 OFFSET ?) AND changed_ns < ?)
+        OR changed_ns <= (SELECT changed_ns FROM ranked LIMIT 1 OFFSET ?)
+    """
+
+
 class StoreError(StagewatchError):
     """An incident store that cannot be opened, read or written."""
 
@@ -209,31 +217,21 @@ class Store:
 
     def pins(self) -> list[Span]:
         """When the evidence of the incidents arrived that are here, newest first: it is to be kept."""
-        newest = "FROM incidents ORDER BY changed_ns DESC LIMIT ?"
-        rows = self._read(
-            f"SELECT opened_ns, NULL {newest}",  # noqa: S608  # a literal
-            (PINS_MAX,),
-        ) + self._read(
-            f"SELECT changed_ns, NULL {newest}",  # noqa: S608  # a literal
-            (PINS_MAX,),
-        )
+        opened = "SELECT opened_ns, NULL FROM incidents ORDER BY changed_ns DESC LIMIT ?"
+        changed = "SELECT changed_ns, NULL FROM incidents ORDER BY changed_ns DESC LIMIT ?"
+        rows = self._read(opened, (PINS_MAX,)) + self._read(changed, (PINS_MAX,))
         return [Span(at - PIN_BEFORE_NS, at + PIN_AFTER_NS) for at, _ in rows]
 
     def prune(self, most: int, keep_s: float, now_ns: int) -> int:
-        """Remove the incidents changed longest ago: those beyond ``most``, and those older than ``keep_s`` (0: any age).
+        """Remove the incidents changed longest ago: beyond ``most``, or older than ``keep_s`` (0: any age).
 
         What changed within `SETTLED_NS` may still grow, and stays up to twice as many.
         """
         settled_ns = now_ns - SETTLED_NS
         oldest_ns = min(now_ns - int(keep_s * 1e9), settled_ns) if keep_s > 0 else 0
-        beyond = "SELECT changed_ns FROM incidents ORDER BY changed_ns DESC, number DESC LIMIT 1 OFFSET ?"
         with self._lock:
             try:
-                removed = self._db.execute(
-                    "DELETE FROM incidents WHERE changed_ns < ?"
-                    f" OR (changed_ns <= ({beyond}) AND changed_ns < ?) OR changed_ns <= ({beyond})",  # noqa: S608  # a literal
-                    (oldest_ns, most, settled_ns, 2 * most),
-                )
+                removed = self._db.execute(_PRUNE, (oldest_ns, most, settled_ns, 2 * most))
             except sqlite3.Error as error:
                 raise StoreError(f"incident store cannot be written: {error}") from None
         return removed.rowcount

@@ -1,7 +1,6 @@
 """A keeper runs the sidecar again whatever ends it, so that its container never restarts."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
