@@ -1,7 +1,8 @@
 """The watch as bytes and back, so that a restart does not have to judge again what was judged.
 
 Python's own pickling, for the watch is arrays and plain objects that refer to one another. What is thawed may name
-only the classes that a watch is made of: such bytes can make no file, open no connection and call nothing else.
+only classes of the modules that make up the watch: such bytes can make no file, open no connection and call nothing
+else.
 They fit one build only, the one that wrote them: `build` tells.
 """
 
@@ -9,6 +10,7 @@ import builtins
 import collections
 import io
 import pickle
+import re
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -20,32 +22,9 @@ import numpy as np
 from stagewatch import agents, monitor
 from stagewatch.agents.errors import StagewatchError, one_line
 
-_OURS: Final = (
-    "stagewatch.agents.blocks",
-    "stagewatch.agents.identity",
-    "stagewatch.agents.record",
-    "stagewatch.monitor.alignment",
-    "stagewatch.monitor.binds",
-    "stagewatch.monitor.blocks",
-    "stagewatch.monitor.callbook",
-    "stagewatch.monitor.calls",
-    "stagewatch.monitor.correlate",
-    "stagewatch.monitor.engine",
-    "stagewatch.monitor.gaps",
-    "stagewatch.monitor.history",
-    "stagewatch.monitor.incidents",
-    "stagewatch.monitor.lanes",
-    "stagewatch.monitor.ordinals",
-    "stagewatch.monitor.shifts",
-    "stagewatch.monitor.states",
-    "stagewatch.monitor.statistics",
-    "stagewatch.monitor.ticks",
-    "stagewatch.monitor.troubles",
-    "stagewatch.monitor.watch",
-    "stagewatch.monitor.windows",
-)
-"""Modules whose classes a watch is made of, beside those of `stagewatch.monitor.checks`."""
-_CHECKS: Final = "stagewatch.monitor.checks."
+_WATCH: Final = "stagewatch.monitor.watch"
+_EVIDENCE: Final = ("stagewatch.agents.blocks", "stagewatch.agents.identity", "stagewatch.agents.record")
+_IMPORT: Final = re.compile(r"^from (stagewatch\.monitor[\w.]*) import \(?([\w, ]*)", re.MULTILINE)
 _PLAIN: Final[dict[tuple[str, str], Any]] = {
     **{
         ("builtins", name): getattr(builtins, name)
@@ -101,7 +80,7 @@ class _Thawer(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("msgspec._core", "rebuild"):
             return _rebuild
-        if (module in _OURS or module.startswith(_CHECKS)) and "." not in name:
+        if module in modules_of_a_watch() and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
@@ -113,6 +92,22 @@ def _rebuild(cls: type, state: dict[str, Any]) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
         raise FrozenError("a saved watch calls something that is no structure")
     return cls(**state)
+
+
+@cache
+def modules_of_a_watch() -> frozenset[str]:
+    """Names of the modules whose classes a watch may be made of: what it imports, and the evidence it holds."""
+    found: set[str] = set()
+    waiting = [_WATCH]
+    while waiting:
+        module = waiting.pop()
+        path = Path(monitor.__path__[0], *module.split(".")[2:]).with_suffix(".py")
+        if module in found or not path.is_file():
+            continue
+        found.add(module)
+        for package, names in _IMPORT.findall(path.read_text()):
+            waiting += [package, *(f"{package}.{name.strip()}" for name in names.split(","))]
+    return frozenset(found | {*_EVIDENCE})
 
 
 @cache

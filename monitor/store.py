@@ -231,10 +231,11 @@ class Store:
         oldest_ns = min(now_ns - int(keep_s * 1e9), settled_ns) if keep_s > 0 else 0
         with self._lock:
             try:
-                removed = self._db.execute(_PRUNE, (oldest_ns, most, settled_ns, 2 * most))
+                before = self._db.total_changes  # a cursor does not count what begins with WITH
+                self._db.execute(_PRUNE, (oldest_ns, most, settled_ns, 2 * most))
+                return self._db.total_changes - before
             except sqlite3.Error as error:
                 raise StoreError(f"incident store cannot be written: {error}") from None
-        return removed.rowcount
 
     def last_event(self) -> int:
         """Number of the newest event; 0 if there was none."""

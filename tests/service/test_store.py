@@ -244,7 +244,9 @@ class TestPrune:
         return [found.number for found in store.find(Query())]
 
     def test_those_changed_longest_ago_go(self, path: Path) -> None:
-        assert self.left(self.filled(path, 5, 9, 3, 7), 2) == [3, 1]
+        store = self.filled(path, 5, 9, 3, 7)
+        assert self.left(store, 2) == [3, 1]
+        assert [store.prune(most, 0, 1000 * HOUR) for most in (2, 1, 1)] == [0, 1, 0]
 
     def test_those_too_old_go_though_there_is_room(self, path: Path) -> None:
         assert self.left(self.filled(path, 5, 9, 3, 7), 100, 6) == [3, 1]
