@@ -33,6 +33,8 @@ from stagewatch.monitor.windows import Group, InputsWindow, lives_of
 
 REQUEST_IDS_MAX: Final = 200_000
 """Request ids remembered per group; an id is needed as long as its request runs."""
+ENDED_IDS_MAX: Final = 8192
+"""The same of requests that ended: more than can end before their last step was judged."""
 REQUEST_IDS_AT_REST: Final = 1024
 """The same once nobody was heard of for long: as many as may still run should it come back."""
 
@@ -65,6 +67,8 @@ class Engine:
         self._correlator = Correlator(group)
         self._request_ids: OrderedDict[int, tuple[str, int]] = OrderedDict()
         """Request key -> (id, ordinal of the last step before it was given a slot)."""
+        self._ended_ids: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        """The same of requests that gave their slot back: what they did last may still be judged."""
         self._ranks: dict[int, RankState] = {}
         self._moved_ns: dict[int, int] = {}
         self._statistics = Statistics(group)
@@ -160,6 +164,7 @@ class Engine:
         self.picture = Picture(len(self.group.ranks))
         while len(self._request_ids) > REQUEST_IDS_AT_REST:
             self._request_ids.popitem(last=False)
+        self._ended_ids.clear()
         return changes
 
     def look(self, now_ns: int) -> list[Change]:
@@ -277,13 +282,23 @@ class Engine:
             lossy=any(last >= newest - 1 for _, last in lane.gaps),
         )
 
-    def _events(self, state: RankState, events: EventBlock, ordinals: Ordinals) -> RankState:
-        for i in np.flatnonzero(events.kind == Kind.BIND):
+    def _note_ids(self, events: EventBlock, ordinals: Ordinals) -> None:
+        """Remember the ids of requests that were given a slot; of those that gave theirs back, the newest."""
+        for i in np.flatnonzero((events.kind == Kind.BIND) | (events.kind == Kind.FREE)):
             key = int(events.request[i])
-            self._request_ids[key] = (events.text[i], ordinals.of_step(int(events.step[i]) + 1) - 1)
-            self._request_ids.move_to_end(key)
-            if len(self._request_ids) > REQUEST_IDS_MAX:
-                self._request_ids.popitem(last=False)
+            if events.kind[i] == Kind.BIND:
+                self._request_ids[key] = (events.text[i], ordinals.of_step(int(events.step[i]) + 1) - 1)
+                self._request_ids.move_to_end(key)
+                if len(self._request_ids) > REQUEST_IDS_MAX:
+                    self._request_ids.popitem(last=False)
+            elif (ended := self._request_ids.pop(key, None)) is not None:
+                self._ended_ids[key] = ended
+                self._ended_ids.move_to_end(key)
+                if len(self._ended_ids) > ENDED_IDS_MAX:
+                    self._ended_ids.popitem(last=False)
+
+    def _events(self, state: RankState, events: EventBlock, ordinals: Ordinals) -> RankState:
+        self._note_ids(events, ordinals)
         beats = np.flatnonzero(events.kind == Kind.HEARTBEAT)
         if len(beats):
             try:
@@ -386,7 +401,7 @@ class Engine:
         """A request's id for its key, where a slot was given to it on record; empty for no request."""
         if not request:
             return ""
-        known = self._request_ids.get(request)
+        known = self._request_ids.get(request) or self._ended_ids.get(request)
         return f"request {request:016x}" if known is None else known[0]
 
     def _last_good_step(self, finding: Finding) -> int:

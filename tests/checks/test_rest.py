@@ -3,10 +3,12 @@
 import weakref
 
 import numpy as np
+import pytest
 from simulated import DIGESTER, Run
 
 from stagewatch.agents.evidence import Evidence, digest_records
 from stagewatch.agents.lab.simulator import SimConfig
+from stagewatch.monitor import engine as engine_module
 from stagewatch.monitor.watch import REST_AFTER_NS, Watch
 
 SECOND = 10**9
@@ -52,3 +54,16 @@ def test_an_engine_that_comes_back_is_compared_with_what_comes_then() -> None:
     watch.tick(5 * SECOND + 2 * REST_AFTER_NS)
     assert watch.incidents() == []
     assert watch.states()[0].verdicts["CONSISTENT"] > consistent
+
+
+def test_ids_of_requests_that_ended_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a run in which far more requests end than run at once
+    monkeypatch.setattr(engine_module, "ENDED_IDS_MAX", 10)
+    watch, run = Watch(), Run(SimConfig.benign(5, pp=2, requests=200))
+    fed(run, watch, 0.0, 1.0, SECOND)
+    # THEN only the ids of the newest are remembered
+    (state,) = watch.states()
+    engine = watch.engine((state.instance, state.dp))
+    assert engine is not None
+    ended = [key for key, name in run.names.items() if engine.name_of(key) == name]
+    assert 0 < len(ended) <= 10 + run.config.seats
