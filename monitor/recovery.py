@@ -1,6 +1,7 @@
 """Coming back after a stop: the newest checkpoint, then what the journal has beyond it."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +9,16 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from stagewatch.agents.errors import StagewatchError
-from stagewatch.monitor import checkpoint
-from stagewatch.monitor.checkpoint import Checkpoint, CheckpointError, SavedEngine, SavedPark, SavedStream
+from stagewatch.monitor.checkpoint import (
+    CheckpointError,
+    Closing,
+    Opening,
+    Reader,
+    SavedEngine,
+    SavedPark,
+    SavedStream,
+    Writer,
+)
 from stagewatch.monitor.engine import Engine
 from stagewatch.monitor.freezing import FrozenError, build, freeze, thaw
 from stagewatch.monitor.incidents import Incident, Severity
@@ -48,28 +57,38 @@ class Checkpoints:
 
     def load(self) -> tuple[Position | None, list[Incident]]:
         """Bring watch and streams to the checkpoint; return from where to read on, and what was not yet stored."""
+        if not self._path.exists():
+            return None, []
         try:
-            found = checkpoint.read(self._path, build())
-            if found is not None and self._intake.journal.salt_at(found.position) != found.salt:
-                raise CheckpointError(f"checkpoint {self._path.name} is of another journal")
-            if found is None:
-                return None, []
-            engines = [(saved, thaw(saved.frozen)) for saved in found.engines]
-            if not all(isinstance(engine, Engine) for _, engine in engines):
-                raise CheckpointError(f"checkpoint {self._path.name} is none")
+            opening, engines, closing = self._read()
         except (CheckpointError, FrozenError) as error:
             log.warning("%s: the whole journal is read back instead", error)
             return None, []
-        for saved, engine in engines:
-            assert isinstance(engine, Engine)  # noqa: S101  # looked at above
+        for streams, engine in engines:
             self._watch.put_back(engine)
-            self._open(saved.streams)
-        self._open(found.streams)
-        for each in found.parked:
+            self._open(streams)
+        self._open(closing.streams)
+        for each in closing.parked:
             self._intake.streams.park((each.instance, each.rank), Parked(each.started_ns, each.next_seq))
-        self._intake.clock.not_before(found.now_ns)
-        self._saved = found.position
-        return found.position, found.unstored
+        self._intake.clock.not_before(closing.now_ns)
+        self._saved = opening.position
+        return opening.position, closing.unstored
+
+    def _read(self) -> tuple[Opening, list[tuple[list[SavedStream], Engine]], Closing]:
+        """All of the checkpoint, before any of it is believed. Raises CheckpointError or FrozenError."""
+        with contextlib.closing(Reader(self._path)) as reader:
+            opening = reader.opening()
+            if opening.build != build():
+                raise CheckpointError(f"checkpoint {self._path.name} is of another build")
+            if self._intake.journal.salt_at(opening.position) != opening.salt:
+                raise CheckpointError(f"checkpoint {self._path.name} is of another journal")
+            engines: list[tuple[list[SavedStream], Engine]] = []
+            for saved in reader.engines():
+                engine = thaw(saved.frozen)
+                if not isinstance(engine, Engine):
+                    raise CheckpointError(f"checkpoint {self._path.name} is none")
+                engines.append((saved.streams, engine))
+            return opening, engines, reader.closing()
 
     def _open(self, streams: Sequence[SavedStream]) -> None:
         for saved in streams:
@@ -92,38 +111,40 @@ class Checkpoints:
         salt = self._intake.journal.salt_at(position)
         if salt is None:
             return
-        busy_s = 0.0
-        engines: list[SavedEngine] = []
+        busy_s, failure = 0.0, ""
         try:
-            for key in self._watch.keys():  # noqa: SIM118  # no mapping: it may change meanwhile
-                began = time.monotonic()
-                engine = self._watch.engine(key)
-                if engine is not None:
-                    engines.append(SavedEngine(*key, self._streams_of(key), freeze(engine)))
-                busy_s += time.monotonic() - began
-                await asyncio.sleep(0)
-            made = self._complete(position, salt, engines, unstored())
-            await asyncio.to_thread(checkpoint.write, self._path, made)
-        except (OSError, StagewatchError) as error:
-            failure = error.strerror if isinstance(error, OSError) else str(error)
-            if failure != self._failure:
-                log.warning("no checkpoint could be saved: %s; a restart will read back more", failure)
-            self._failure = failure or ""
-        else:
-            self._saved, self._failure = position, ""
+            writer = await asyncio.to_thread(Writer, self._path)
+            try:
+                writer.add(Opening(build(), position, salt))
+                saved = set(self._watch.keys())
+                for key in saved.copy():
+                    began = time.monotonic()
+                    engine = self._watch.engine(key)
+                    if engine is None:
+                        saved.discard(key)
+                        continue
+                    piece = SavedEngine(*key, self._streams_of(key), freeze(engine))
+                    busy_s += time.monotonic() - began
+                    await asyncio.to_thread(writer.add, piece)
+                writer.add(self._closing(saved, unstored()))
+                await asyncio.to_thread(writer.finish)
+            except BaseException:
+                writer.give_up()
+                raise
+            self._saved = position
+        except OSError as error:
+            failure = error.strerror or "the disk failed"
+        except StagewatchError as error:
+            failure = str(error)
+        if failure and failure != self._failure:
+            log.warning("no checkpoint could be saved: %s; a restart will read back more", failure)
+        self._failure = failure
         self._next_s = time.monotonic() + busy_s / SHARE_MAX
 
-    def _complete(
-        self, position: Position, salt: int, engines: list[SavedEngine], unstored: list[Incident]
-    ) -> Checkpoint:
-        saved = {(engine.instance, engine.dp) for engine in engines}
+    def _closing(self, saved: set[tuple[str, int]], unstored: list[Incident]) -> Closing:
         streams = self._intake.streams
-        return Checkpoint(
-            build(),
-            position,
-            salt,
+        return Closing(
             self._intake.clock.now_ns(),
-            engines,
             [
                 _saved(stream)
                 for (instance, rank), stream in streams.by_key.items()
