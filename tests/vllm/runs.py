@@ -17,7 +17,7 @@ from stagewatch.agents.ring import RingReader
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-RUN_LIMIT_S = 240
+RUN_LIMIT_S = 400
 
 # A stage a core; the drafter numbers its layer after the last stage's, which an even split would collide with.
 STAGES = {1: ("0", "4"), 2: ("0|1", "3,1"), 3: ("0|1|0", "2,1,1")}
