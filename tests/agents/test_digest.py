@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewatch.agents.digest import _INITIAL, KEY_SIZE, VECTOR_MAX, Digester, siphash
@@ -97,6 +97,7 @@ class TestSipHash:
         found = siphash(words, len(lengths), start_of(KEY), 2, 4).tolist()
         assert found == [SIPHASH_2_4[length] for length in lengths]
 
+    @settings(deadline=None)
     @given(st.binary(min_size=KEY_SIZE, max_size=KEY_SIZE), batch)
     def test_rows_are_siphash_1_3_of_their_bytes_and_long_ones_keyed_blake2b(
         self, key: bytes, rows: list[list[int]]
@@ -120,12 +121,14 @@ class TestSipHash:
 class TestCompany:
     """A row's digest depends on the row and the key, and on nothing else."""
 
+    @settings(deadline=None)
     @given(batch)
     def test_alone_or_among_others(self, rows: list[list[int]]) -> None:
         digester = Digester(KEY)
         together = digester.ragged(*rows_of(*rows)).tolist()
         assert together == [int(digester.ragged(*rows_of(row))[0]) for row in rows]
 
+    @settings(deadline=None)
     @given(batch, st.randoms(use_true_random=False))
     def test_in_any_order(self, rows: list[list[int]], random: object) -> None:
         order = list(range(len(rows)))
@@ -134,6 +137,7 @@ class TestCompany:
         moved = digester.ragged(*rows_of(*[rows[i] for i in order])).tolist()
         assert moved == digester.ragged(*rows_of(*rows))[order].tolist()
 
+    @settings(deadline=None)
     @given(batch, st.integers(0, 3))
     def test_ragged_prefixes_and_rows_agree(self, rows: list[list[int]], spare: int) -> None:
         flat, lengths = rows_of(*rows)
@@ -147,6 +151,7 @@ class TestCompany:
         starts = np.arange(len(rows), dtype=np.int64)[::-1] * table.shape[1]
         assert digester.rows(table[::-1].reshape(-1), starts, lengths).tolist() == expected
 
+    @settings(deadline=None)
     @given(st.lists(tokens, min_size=1, max_size=20))
     def test_single_tokens_are_rows_of_one(self, row: list[int]) -> None:
         digester = Digester(KEY)
@@ -167,6 +172,7 @@ class TestCompany:
 
 
 class TestSensitivity:
+    @settings(deadline=None)
     @given(st.lists(tokens, min_size=1, max_size=80), st.data())
     def test_every_token_and_every_bit_of_it_counts(self, row: list[int], data: st.DataObject) -> None:
         at, bit = data.draw(st.integers(0, len(row) - 1)), data.draw(st.integers(0, 31))
@@ -176,6 +182,7 @@ class TestSensitivity:
         lengths = np.array([len(row)], np.int32)
         assert digester.ragged(changed, lengths) != digester.ragged(np.array(row, np.int32), lengths)
 
+    @settings(deadline=None)
     @given(st.lists(tokens, min_size=2, max_size=80, unique=True), st.data())
     def test_order_counts(self, row: list[int], data: st.DataObject) -> None:
         a, b = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=2, max_size=2, unique=True))

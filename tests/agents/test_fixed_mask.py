@@ -5,7 +5,7 @@ The cases are those published with vLLM's fix (PR 54436) and its successor.
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewatch.agents.mask import faulty_mask, finished_prefill_rows, fixed_mask, fixed_rows
@@ -114,6 +114,7 @@ def refined(batch: list[np.ndarray]) -> np.ndarray:
 
 
 class TestProperties:
+    @settings(deadline=None)
     @given(batches())
     def test_only_a_chunk_that_is_not_the_last_is_excluded(self, batch: list[np.ndarray]) -> None:
         computed, scheduled, prefill, _, _ = batch
@@ -121,6 +122,7 @@ class TestProperties:
             not c + s < p for c, s, p in zip(computed, scheduled, prefill, strict=True)
         ]
 
+    @settings(deadline=None)
     @given(batches())
     def test_the_refinement_excludes_finished_prefills_besides_and_nothing_else(
         self, batch: list[np.ndarray]
@@ -130,6 +132,7 @@ class TestProperties:
         finished = (prefilling == 1) & (prefill + 1 >= cap)
         assert (~refined(batch)).tolist() == (not_last | finished).tolist()
 
+    @settings(deadline=None)
     @given(batches())
     def test_a_decoding_row_is_never_excluded(self, batch: list[np.ndarray]) -> None:
         computed, _, prefill, _, _ = batch
@@ -137,6 +140,7 @@ class TestProperties:
         decoding = computed >= prefill
         assert refined(batch)[decoding].all()
 
+    @settings(deadline=None)
     @given(batches(), st.randoms(use_true_random=False))
     def test_row_order_never_matters(self, batch: list[np.ndarray], random: object) -> None:
         order = list(range(len(batch[0])))
@@ -146,11 +150,13 @@ class TestProperties:
         moved = faulty_mask(*[column[order] for column in batch[:4]])
         assert shown(moved) == (None if faulty is None else faulty[order].tolist())
 
+    @settings(deadline=None)
     @given(batches())
     def test_all_prefill_gives_none(self, batch: list[np.ndarray]) -> None:
         computed, scheduled, _, _, _ = batch
         assert fixed_mask(computed, scheduled, computed + scheduled + 1) is None
 
+    @settings(deadline=None)
     @given(batches())
     def test_none_and_a_mask_without_rows_are_one_thing(self, batch: list[np.ndarray]) -> None:
         computed, scheduled, prefill, cap, _ = batch
@@ -160,6 +166,7 @@ class TestProperties:
         ):
             assert found is None or found.any()
 
+    @settings(deadline=None)
     @given(batches())
     def test_the_faulty_mask_keeps_nothing_the_fixed_one_drops(self, batch: list[np.ndarray]) -> None:
         computed, scheduled, prefill, cap, _ = batch

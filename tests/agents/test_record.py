@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from foundation_records import bodies, body_of, decoding, same, sealed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
@@ -37,6 +37,7 @@ any_record = st.sampled_from(list(Kind)).flatmap(lambda kind: st.tuples(st.just(
 
 
 class TestRoundTrip:
+    @settings(deadline=None)
     @given(any_record, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
     def test_every_kind_and_shape_comes_back(self, made: Any, seq: int, step: int, t_ns: int) -> None:
         kind, body = made
@@ -200,11 +201,13 @@ class TestRefusalToDecode:
         with pytest.raises(RecordError, match="not UTF-8"):
             decode(sealed(data))
 
+    @settings(deadline=None)
     @given(st.binary(max_size=400))
     def test_any_bytes(self, data: bytes) -> None:
         with pytest.raises(RecordError):
             decode(data)
 
+    @settings(deadline=None)
     @given(any_record, st.data())
     def test_any_change_under_a_checksum_that_fits(self, made: Any, data: st.DataObject) -> None:
         # WHEN any head fields say anything, THEN it is a record or a RecordError, and takes no memory.

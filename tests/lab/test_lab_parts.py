@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewatch.agents.identity import Rank
@@ -25,6 +25,7 @@ def ints(*values: int) -> I32:
     return np.array(values, np.int32)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(0, 600), st.integers(1, 4))
 def test_context_parallel_parts_cover_the_chunk_once(start: int, length: int, ranks: int) -> None:
     parts = context_parallel_parts(start, length, ranks)
