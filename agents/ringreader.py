@@ -81,6 +81,12 @@ class RingReader:
         behind = head - (self._position if tail <= self._position <= head else tail)
         return Margin(self._capacity - behind, behind, head, self._capacity)
 
+    @property
+    def records_written(self) -> int:
+        """Records published since the ring was made; 0 while its cursors contradict each other."""
+        seen = self._snapshot()
+        return 0 if seen is None else seen[2]
+
     def read(self, limit: int = 4096) -> Iterator[Record]:
         """Yield up to ``limit`` records published since the last call, in order."""
         for _ in range(limit):

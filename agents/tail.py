@@ -88,6 +88,8 @@ class Tail:
         """How many of the held frames were sent on this connection."""
         self._condemned_seq = 0
         """Records below this are not to be sent again: the collector refused them for good."""
+        self._beyond = -1
+        """A welcome beyond what the ring holds that was told."""
         self._carry: Record | None = None
         """A record already read that begins after a gap, and so begins the next frame."""
         self._rate = Rate()
@@ -124,6 +126,15 @@ class Tail:
         self._sent = 0
         self.acknowledge(next_seq)
         first = self._held[0].first_seq if self._held else self.read_seq
+        if next_seq > max(self._reader.records_written, self.read_seq) and next_seq != self._beyond:
+            self._beyond = next_seq
+            log.warning(
+                "rank %s: the collector says it has %d records of a ring that holds %d: something else streamed this "
+                "rank. What the ring holds counts as known until the engine is started anew.",
+                self.identity.rank,
+                next_seq,
+                self._reader.records_written,
+            )
         if first != next_seq:
             # It has less than it once said, or a frame of another life of this sidecar ended elsewhere.
             self._start_over(next_seq)

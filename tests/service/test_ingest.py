@@ -13,7 +13,7 @@ from service_records import batch, batch_message, hello, identity, journalled_se
 from stagewatch.agents import wire
 from stagewatch.agents.identity import Fingerprint, Rank, Sizes
 from stagewatch.agents.wire import Ack, Downward, Limits, Refusal, Welcome
-from stagewatch.monitor.ingest import CONFLICT_RETRY_S, Intake
+from stagewatch.monitor.ingest import CONFLICT_RETRY_S, LOST_MAX, Intake
 from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of, read_journal, segments_in
 from stagewatch.monitor.sessions import BAD_FRAMES_MAX, FrameRefusedError, Session
 from stagewatch.monitor.settings import CollectorSettings
@@ -411,3 +411,40 @@ def test_what_a_missing_segment_held_is_told_as_lost(at_the_door: AtTheDoor, tmp
 def test_answers_to_refusals_say_so_on_the_wire() -> None:
     refusal = Refusal("why", -1.0, "life-1", RANK, 9)
     assert wire.decode_downward(wire.encode_frame(refusal)) == refusal
+
+
+def test_a_loss_that_no_engine_can_have_is_refused(at_the_door: AtTheDoor) -> None:
+    """It would use up the numbers of its stream: whatever came after it would count as known."""
+
+    async def body(door: Door) -> None:
+        door.take(hello(), batch_message(0, 3))
+        await door.said(2)
+        for lost in (LOST_MAX + 1, 1 << 62):
+            jump = 3 + lost
+            message = msgspec.structs.replace(batch(3, 5), first_seq=jump, next_seq=jump + 2, lost=lost)
+            code, answer = refusal_of(door, wire.encode_frame(message))
+            assert (code, answer.next_seq) == ("out_of_order", -1)
+            assert "more than an engine writes" in answer.reason
+        door.take(batch_message(3, 5))
+        assert (await door.said())[-1] == Ack("life-1", RANK, 5)
+
+    at_the_door(body)
+
+
+def test_more_streams_than_fit_are_read_back_without_growing(at_the_door: AtTheDoor) -> None:
+    async def first(door: Door) -> None:
+        for number in range(6):
+            who = identity(0, f"life-{number}")
+            door.take(hello(who), batch_message(0, 2, who))
+        while any(stream.durable_seq < 2 for stream in door.intake.streams.by_key.values()):
+            await door.session.outgoing()
+
+    async def second(door: Door) -> None:
+        assert len(door.intake.streams.by_key) == 2
+        assert len(door.intake.streams.parked) == 4
+        door.intake.streams.by_key.clear()
+        door.take(hello(identity(0, "life-0")))  # it made room, and is welcomed where it stood all the same
+        assert await door.said() == [Welcome("life-0", RANK, 2)]
+
+    at_the_door(first)
+    at_the_door(second, ranks_max=2)

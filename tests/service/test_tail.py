@@ -161,3 +161,16 @@ def test_a_file_that_is_no_ring_is_a_ring_error(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(RingError, match=r"ring x\.ring: "):
             Tail(path, PRIVACY)
+
+
+def test_a_collector_that_has_more_than_there_is_is_told_once(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a rank whose stream somebody else ran ahead of would fall silent without a word."""
+    append_steps(followed.ring, 3)
+    followed.read_all()
+    followed.tail.welcome(3)
+    assert caplog.text == ""
+    for _ in range(2):
+        followed.tail.welcome(1 << 40)
+    assert caplog.text.count("something else streamed this rank") == 1
