@@ -23,9 +23,10 @@ from stagewatch.monitor.headers import with_headers
 from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.openapi import complete, documented, failing, text_of
 from stagewatch.monitor.pages import PICTURE_SCHEMAS, add_page, add_pictures
+from stagewatch.monitor.schema import StoreError
 from stagewatch.monitor.sessions import FrameRefusedError, Session
 from stagewatch.monitor.states import EngineState
-from stagewatch.monitor.store import Shown, StoreError
+from stagewatch.monitor.store import Shown
 from stagewatch.monitor.tokens import Grant
 
 log = logging.getLogger("stagewatch.collector")

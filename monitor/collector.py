@@ -33,10 +33,11 @@ from stagewatch.monitor.observers import Snapshot
 from stagewatch.monitor.otlp.push import Push
 from stagewatch.monitor.otlp.telling import Telling
 from stagewatch.monitor.recovery import Checkpoints, Hindsight, Saved
+from stagewatch.monitor.schema import StoreError
 from stagewatch.monitor.sessions import Session
 from stagewatch.monitor.settings import CollectorSettings
 from stagewatch.monitor.states import Change, EngineState
-from stagewatch.monitor.store import Event, Store, StoreError
+from stagewatch.monitor.store import Event, Store
 from stagewatch.monitor.streams import BatchTaken, Taken
 from stagewatch.monitor.ticks import Ticks
 

@@ -14,9 +14,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from stagewatch.agents.errors import StagewatchError
 from stagewatch.monitor.incidents import Incident, Report, Severity, report
 from stagewatch.monitor.retention import Span
+from stagewatch.monitor.schema import StoreError, migrate
 
 EVENTS_KEPT: Final = 10_000
 PAGE_MAX: Final = 500
@@ -27,50 +27,12 @@ PIN_AFTER_NS: Final = 30 * 10**9
 SETTLED_NS: Final = 3600 * 10**9
 """An incident that did not change for so long is not expected to."""
 
-_MIGRATIONS: Final = (
-    """
-    CREATE TABLE incidents (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT NOT NULL UNIQUE,
-        deployment TEXT NOT NULL,
-        instance TEXT NOT NULL,
-        check_name TEXT NOT NULL,
-        severity INTEGER NOT NULL,
-        request TEXT NOT NULL,
-        weight TEXT NOT NULL,
-        body BLOB NOT NULL
-    ) STRICT;
-    CREATE INDEX incidents_by_engine ON incidents (deployment, instance, number);
-    CREATE TABLE events (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        kind TEXT NOT NULL,
-        at_ns INTEGER NOT NULL,
-        body BLOB NOT NULL
-    ) STRICT;
-    """,
-    """
-    ALTER TABLE incidents ADD COLUMN opened_ns INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE incidents ADD COLUMN changed_ns INTEGER NOT NULL DEFAULT 0;
-    UPDATE incidents SET opened_ns = CASE WHEN json_valid(CAST(body AS TEXT))
-        THEN coalesce(CAST(json_extract(CAST(body AS TEXT), '$.raised_ns') AS INTEGER), 0) ELSE 0 END;
-    UPDATE incidents SET changed_ns = opened_ns;
-    CREATE INDEX incidents_by_change ON incidents (changed_ns);
-    CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
-    """,
-)
-"""One script per schema version; `PRAGMA user_version` counts those applied."""
-
-
 _PRUNE: Final = """
     WITH ranked AS (SELECT changed_ns FROM incidents ORDER BY changed_ns DESC, number DESC)
     DELETE FROM incidents WHERE changed_ns < ?
         OR (changed_ns <= (SELECT changed_ns FROM ranked LIMIT 1 OFFSET ?) AND changed_ns < ?)
         OR changed_ns <= (SELECT changed_ns FROM ranked LIMIT 1 OFFSET ?)
     """
-
-
-class StoreError(StagewatchError):
-    """An incident store that cannot be opened, read or written."""
 
 
 class Shown(Report, frozen=True):
@@ -131,7 +93,7 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             # What was told to people must not be untold by a power cut.
             self._db.execute("PRAGMA synchronous=FULL")
-            self._migrate(path)
+            migrate(self._db, path)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"incident store {path} cannot be used: {error}") from None
 
@@ -292,15 +254,6 @@ class Store:
             "INSERT INTO events (kind, at_ns, body) VALUES (?, ?, ?)", (kind, now_ns, told)
         ).lastrowid
         return Event(int(event or 0), kind, told, incident)
-
-    def _migrate(self, path: Path) -> None:
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version > len(_MIGRATIONS):
-            raise StoreError(
-                f"incident store {path}: schema {version}, this build knows {len(_MIGRATIONS)}: upgrade stagewatch"
-            )
-        for number, script in enumerate(_MIGRATIONS[version:], version + 1):
-            self._db.executescript(f"BEGIN; {script} PRAGMA user_version = {number}; COMMIT;")
 
 
 def _only(deployments: frozenset[str] | None) -> tuple[str, tuple[str, ...]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stagewatch.monitor import store as store_module
 from stagewatch.monitor.incidents import Incident, Link, Severity
 from stagewatch.monitor.retention import Span
+from stagewatch.monitor.schema import MIGRATIONS, StoreError
 from stagewatch.monitor.store import (
     EVENTS_KEPT,
     PAGE_MAX,
@@ -16,7 +16,6 @@ from stagewatch.monitor.store import (
     PIN_BEFORE_NS,
     Query,
     Store,
-    StoreError,
     Told,
 )
 
@@ -178,13 +177,13 @@ class TestFile:
 def at_schema(path: Path, version: int) -> sqlite3.Connection:
     """A store as a build with so many migrations made it."""
     database = sqlite3.connect(path, isolation_level=None)
-    for number, script in enumerate(store_module._MIGRATIONS[:version], 1):
+    for number, script in enumerate(MIGRATIONS[:version], 1):
         database.executescript(f"BEGIN; {script} PRAGMA user_version = {number}; COMMIT;")
     return database
 
 
 class TestMigrations:
-    @pytest.mark.parametrize("version", range(len(store_module._MIGRATIONS)))
+    @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
     def test_every_earlier_schema_is_brought_up_with_what_it_holds(self, path: Path, version: int) -> None:
         # GIVEN a store of an earlier build with an incident in it
         database = at_schema(path, version)
