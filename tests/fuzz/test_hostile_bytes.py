@@ -32,6 +32,17 @@ def test_sound_input_is_taken(name: str) -> None:
         TARGETS[name].run(seed)
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("traces", b'{"kind":"received","step":0}\n'),
+        ("traces", b'{"kind":"sent","step":0,"tokens":[],"num_sampled":[],"num_rejected":[]}\n'),
+    ],
+)
+def test_what_once_broke_a_decoder_does_so_no_more(name: str, data: bytes) -> None:
+    TARGETS[name].run(data)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_damage_raises_nothing_of_its_own(name: str) -> None:
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

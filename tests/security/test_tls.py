@@ -12,6 +12,8 @@ from service_processes import BIN, CollectorProcess, wait_until
 from service_records import append_steps, identity
 
 from stagewatch.agents.ring import RingWriter
+from stagewatch.agents.tls import ClientTls
+from stagewatch.monitor.tls import ServerTls
 
 
 @pytest.fixture
@@ -60,6 +62,15 @@ def test_evidence_arrives_and_old_versions_of_tls_do_not(house: House, ca: Autho
     old.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{found.url}/healthz", verify=old)
+
+
+def test_neither_end_offers_an_old_version(ca: Authority) -> None:
+    cert, key = ca.issue("server")
+    contexts = (ServerTls(cert, key, ca.file).context(), ClientTls(ca.file).context(), ClientTls().context())
+    for context in contexts:
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert context.verify_mode == ssl.CERT_REQUIRED
+    assert [context.check_hostname for context in contexts] == [False, True, True]
 
 
 @pytest.mark.parametrize("case", ["another authority", "nobody's", "expired", "another name", "plain"])
