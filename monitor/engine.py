@@ -284,10 +284,12 @@ class Engine:
 
     def _note_ids(self, events: EventBlock, ordinals: Ordinals) -> None:
         """Remember the ids of requests that were given a slot; of those that gave theirs back, the newest."""
-        for i in np.flatnonzero((events.kind == Kind.BIND) | (events.kind == Kind.FREE)):
-            key = int(events.request[i])
-            if events.kind[i] == Kind.BIND:
-                self._request_ids[key] = (events.text[i], ordinals.of_step(int(events.step[i]) + 1) - 1)
+        bind, free = int(Kind.BIND), int(Kind.FREE)
+        at = np.flatnonzero((events.kind == bind) | (events.kind == free))
+        columns = (events.kind[at].tolist(), events.request[at].tolist(), events.step[at].tolist())
+        for i, kind, key, step in zip(at.tolist(), *columns, strict=True):
+            if kind == bind:
+                self._request_ids[key] = (events.text[i], ordinals.of_step(step + 1) - 1)
                 self._request_ids.move_to_end(key)
                 if len(self._request_ids) > REQUEST_IDS_MAX:
                     self._request_ids.popitem(last=False)

@@ -118,13 +118,13 @@ class Checkpoints:
                 writer.add(Opening(build(), position, salt))
                 saved = set(self._watch.keys())
                 for key in saved.copy():
-                    began = time.monotonic()
+                    began = time.thread_time()
                     engine = self._watch.engine(key)
                     if engine is None:
                         saved.discard(key)
                         continue
                     piece = SavedEngine(*key, self._streams_of(key), freeze(engine))
-                    busy_s += time.monotonic() - began
+                    busy_s += time.thread_time() - began
                     await asyncio.to_thread(writer.add, piece)
                 writer.add(self._closing(saved, unstored()))
                 await asyncio.to_thread(writer.finish)
