@@ -62,10 +62,10 @@ class Guarded:
         """What comes back for bytes that no client of HTTP would send."""
         with socket.create_connection(("127.0.0.1", self.collector.port)) as connection:
             connection.settimeout(30)
-            connection.sendall(content)
-            connection.shutdown(socket.SHUT_WR)
             found = b""
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError):  # it may hang up while we still talk
+                connection.sendall(content)
+                connection.shutdown(socket.SHUT_WR)
                 while chunk := connection.recv(65536):
                     found += chunk
             return found

@@ -39,9 +39,7 @@ def sent(client: httpx.Client, case: Any) -> httpx.Response:
     Sent by us: other tools of the development environment replace what schemathesis would send it with.
     """
     given_to = case.as_transport_kwargs(base_url=str(client.base_url))
-    return client.request(
-        given_to["method"], given_to["url"], params=given_to.get("params"), cookies=given_to.get("cookies")
-    )
+    return client.request(given_to["method"], given_to["url"], params=given_to.get("params"))
 
 
 def with_an_incident(house: House) -> CollectorProcess:

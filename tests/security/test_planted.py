@@ -63,6 +63,7 @@ def spellings(value: int) -> list[bytes]:
     return [str(value).encode(), value.to_bytes(4, "little"), value.to_bytes(4, "big")]
 
 
+@pytest.mark.slow
 def test_nothing_planted_turns_up_anywhere(house: House, tmp_path: Path) -> None:
     # GIVEN a collector with TLS and a token, a sidecar with a key that masks request ids, and rings that disagree
     ca = authority(tmp_path, "ca")
