@@ -135,6 +135,35 @@ class SidecarProcess(Process):
         )
 
 
+class Stage:
+    """Where a test starts processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.data_dir = directory / "data"
+        self.ring_dir = directory / "rings"
+        self._processes: list[Process] = []
+
+    def collector(self, *options: str, data_dir: Path | None = None, **keywords: Any) -> CollectorProcess:
+        return self._keep(CollectorProcess(data_dir or self.data_dir, *options, **keywords))
+
+    def sidecar(self, collector: CollectorProcess, *options: str, **keywords: Any) -> SidecarProcess:
+        keywords.setdefault("token", collector.token)
+        return self._keep(SidecarProcess(self.ring_dir, collector.url, *options, **keywords))
+
+    def process(self, *arguments: str | Path, **environment: str) -> Process:
+        log = self.directory / f"process-{len(self._processes)}.log"
+        return self._keep(Process(list(arguments), log, **environment))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _keep(self, process: Any) -> Any:
+        self._processes.append(process)
+        return process
+
+
 @contextlib.contextmanager
 def killed_at_exit(*processes: Process) -> Iterator[None]:
     """Whatever happens inside, no process survives."""

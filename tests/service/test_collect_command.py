@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import Stage
-from service_processes import BIN, wait_until
+from service_processes import BIN, Stage, wait_until
 
 
 class TestMistakes:

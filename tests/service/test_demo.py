@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Stage
-from service_processes import BIN, wait_until
+from service_processes import BIN, Stage, wait_until
 
 from stagewatch.monitor.commands.demo import went_critical
 from stagewatch.monitor.demo_stage import DemoError, DemoStage

@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Stage
-from service_processes import BIN, CollectorProcess, Process, wait_until
+from service_processes import BIN, CollectorProcess, Process, Stage, wait_until
 from service_records import ROWS, append_steps, batch_message, hello, identity, journalled_seqs, lost_records
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
