@@ -32,6 +32,7 @@ class Where(StrEnum):
     EARLIER = "every stage but the last"
     LAST = "last stage"
     LAST_TP = "last stage, last tensor-parallel rank"
+    MIDDLE = "middle stage, last tensor-parallel rank"
     ALL = "every rank"
     SCHEDULER = "the scheduler, hence every rank alike"
     REPLICA = "last data-parallel replica"
@@ -139,6 +140,8 @@ class Fault:
                 return rank.dp == 0 and rank.pp == last
             case Where.LAST_TP:
                 return rank.dp == 0 and rank.pp == last and rank.tp == sizes.tp - 1
+            case Where.MIDDLE:
+                return rank.dp == 0 and rank.pp == sizes.pp // 2 and rank.tp == sizes.tp - 1
 
     def did(self, step: int, rank: Rank | None, request_id: str = "") -> None:
         """Write down an injection."""

@@ -5,6 +5,7 @@ from typing import Final
 from stagewatch.agents.identity import Sizes
 from stagewatch.agents.lab import faults_group, faults_stage
 from stagewatch.agents.lab.fault import Fault, FaultError, Injection, Plan, Where
+from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY
 
 __all__ = ["REGISTRY", "Fault", "FaultError", "Injection", "Plan", "Where", "make_fault"]
 
@@ -18,7 +19,7 @@ def make_fault(plan: Plan | None, sizes: Sizes, spec_tokens: int) -> Fault:
     """The fault of ``plan``, or the sound engine for None. Raises FaultError where it cannot happen."""
     if plan is None:
         return Fault()
-    found = REGISTRY.get(plan.name)
+    found = REGISTRY.get(plan.name) or PROCESS_REGISTRY.get(plan.name)
     if found is None:
         raise FaultError(f"fault {plan.name!r} is unknown: choose one of {', '.join(REGISTRY)}")
     for dimension in ("dp", "pp", "tp"):

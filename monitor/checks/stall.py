@@ -39,7 +39,8 @@ class Stall:
     COMPARES: ClassVar = "the calls each rank entered, how far it has come in steps, and when it last moved"
     SEVERITY: ClassVar = "critical"
     EXCEPTIONS: ClassVar = (
-        "an idle engine: nobody waits in a call; ranks not heard of, of which nothing is known; the first step; "
+        "an idle engine: nobody waits in a call; ranks not heard of since long before, of which nothing is known; the "
+        "first step; "
         "steps of which a rank's record is incomplete"
     )
     REMEDY: ClassVar = (
@@ -52,20 +53,21 @@ class Stall:
         if not stands_still([progress]):
             return
         heard = [rank for rank in progress.ranks if _alive(rank, progress.now_ns)]
-        if len(heard) < 2 or progress.newest_step < 2:
+        fallen = [rank for rank in progress.ranks if _fell_silent_here(rank, progress)]
+        if not heard or len(heard) + len(fallen) < 2 or progress.newest_step < 2:
             return
-        owed = [*_owed(progress, heard)]
+        owed = [*_owed(progress, heard, fallen)]
         if not owed and len({rank.newest_step for rank in heard}) < 2:
             return
         yield self._finding(progress, heard, owed)
 
     def _finding(self, progress: Progress, heard: Sequence[RankProgress], owed: list[Owed]) -> Finding:
         group = progress.group
-        blamed, call = _culprits(heard, owed)
-        if len(heard) < len(progress.ranks) or any(rank.lossy for rank in heard):
-            blamed = ()  # who waits for whom is not known of everybody
+        culprits, call = _culprits(progress, owed)
+        whole = len(heard) == len(progress.ranks) and not any(rank.lossy for rank in heard)
+        blamed = culprits if whole else ()  # who waits for whom must be known of everybody
         behind = min(rank.newest_step for rank in heard)
-        missing = blamed or tuple(
+        missing = culprits or tuple(
             sorted({i for each in owed for i in each.absent})
             or [rank.index for rank in heard if rank.newest_step == behind]
         )
@@ -73,7 +75,7 @@ class Stall:
         if call is not None:
             what = (
                 _what(call)
-                if blamed or any(each.absent for each in owed)
+                if culprits or any(each.absent for each in owed)
                 else f"wait in unequal calls: {call.size}"
             )
         joined = (
@@ -181,9 +183,21 @@ def _alive(rank: RankProgress, now_ns: int) -> bool:
     return rank.identity is not None and now_ns - rank.heard_ns <= STALL_NS
 
 
-def _owed(progress: Progress, heard: Sequence[RankProgress]) -> Iterator[Owed]:
-    """For every rank that waits in its last call: the call, and who did not enter it."""
-    by_index = {rank.index: rank for rank in heard}
+def _fell_silent_here(rank: RankProgress, progress: Progress) -> bool:
+    """Whether a rank went silent where the others stand, so that they may be waiting for it.
+
+    Ranks that went on for longer than ranks can be apart do not wait for one of which only the sidecar is dead.
+    """
+    apart_max = progress.group.sizes.pp + 1
+    known = rank.identity is not None and not _alive(rank, progress.now_ns)
+    return known and progress.newest_step - rank.newest_step <= apart_max
+
+
+def _owed(
+    progress: Progress, heard: Sequence[RankProgress], fallen: Sequence[RankProgress]
+) -> Iterator[Owed]:
+    """For every rank heard of that waits in its last call: the call, and who did not enter it."""
+    by_index = {rank.index: rank for rank in (*heard, *fallen)}
     found: dict[tuple[str, int, int, tuple[int, ...]], Owed] = {}
     for rank in heard:
         if not rank.calls or rank.lossy:
@@ -246,11 +260,11 @@ def _apart(rank: RankProgress, call: Entry, place: int) -> bool:
     return len(own) >= place and (own[place - 1].what, own[place - 1].numel) != (call.what, call.numel)
 
 
-def _culprits(heard: Sequence[RankProgress], owed: list[Owed]) -> tuple[tuple[int, ...], Entry | None]:
+def _culprits(progress: Progress, owed: list[Owed]) -> tuple[tuple[int, ...], Entry | None]:
     """(indices of who is to blame, the call they owe); nobody where the evidence does not tell."""
     if not owed:
         return (), None
-    by_index = {rank.index: rank for rank in heard}
+    by_index = {rank.index: rank for rank in progress.ranks}
     absent = Counter(i for each in owed for i in each.absent)
     waiting = {i for each in owed for i in each.waiting}
     # Who went on to a later step will never enter what it left out of this one.
