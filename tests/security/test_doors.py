@@ -217,8 +217,8 @@ class TestLimits:
             with pytest.raises(ConnectionClosed) as caught:
                 door.send(pieces())
                 door.recv(timeout=60)
-            assert caught.value.rcvd is not None
-            assert caught.value.rcvd.code == 1008
+            # Who is still sending may have the line cut before it reads why.
+            assert caught.value.rcvd is None or caught.value.rcvd.code == 1008
 
     def test_text_is_no_frame(self, house: House) -> None:
         guarded = Guarded(house)
