@@ -19,6 +19,7 @@ from stagewatch.monitor.alignment import Aligned, Aligner
 from stagewatch.monitor.callbook import CallBook
 from stagewatch.monitor.checks import registry
 from stagewatch.monitor.checks.base import Chunk, ChunkCheck, Finding, RowCheck
+from stagewatch.monitor.checks.excluded_row import dropped_rows
 from stagewatch.monitor.checks.liveness import LivenessCheck, Progress, RankProgress
 from stagewatch.monitor.checks.stall import Stall, stands_still
 from stagewatch.monitor.correlate import Context, Correlator
@@ -329,6 +330,8 @@ class Engine:
         self.verdicts.update(aligned.indeterminate)
         self.steps += len(chunk.unaligned) + (0 if chunk.inputs is None else len(chunk.inputs.steps))
         self._history.remember(chunk.inputs, chunk.sent)
+        if chunk.mask is not None:
+            chunk = replace(chunk, dropped=tuple(dropped_rows(chunk.mask, self._history)))
         self._statistics.add(chunk, self._history)
         diverged = self._compare_rows(chunk.inputs)
         self.picture.add(chunk, _any_of(diverged) if diverged else None, self._history)

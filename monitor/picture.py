@@ -5,8 +5,9 @@ first bad step of the newest incidents for longer than the rest.
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,8 @@ from numpy.typing import NDArray
 from stagewatch.agents.blocks import I64, InputsBlock
 from stagewatch.agents.record import I32, U8, U64
 from stagewatch.monitor.checks.base import Chunk
-from stagewatch.monitor.checks.excluded_row import dropped_rows
 from stagewatch.monitor.history import History, Seen
-from stagewatch.monitor.windows import InputsWindow, life_of
+from stagewatch.monitor.windows import InputsWindow, life_of, starts_of
 
 STEPS_KEPT: Final = 2048
 ROWS_KEPT: Final = 65_536
@@ -27,6 +27,8 @@ INCIDENTS_KEPT: Final = 32
 """Newest incidents whose surroundings are kept."""
 FROZEN_ROWS_MAX: Final = 256
 """Differing rows of one chunk that are looked at for a state that stands still."""
+JOINED: Final = 64
+"""Segments saved as one."""
 
 DIFFERS: Final = 1
 """Some rank holds or feeds something else than the last stage."""
@@ -36,6 +38,8 @@ PREFILL: Final = 4
 FROZEN: Final = 8
 """A rank's last sampled token stands still while the last stage's moves."""
 
+_STEP_COLUMNS: Final = ("step", "t_ns", "rows", "revision", "differing")
+_ROW_COLUMNS: Final = ("request", "slot", "state", "drift", "ranks")
 _COMPARED: Final = ("ids_digest", "position", "position_shape", "last_digest", "draft_digest", "computed")
 
 
@@ -65,26 +69,14 @@ class Segment:
     @property
     def starts(self) -> I64:
         """Where each step's rows begin, and where the last one's end: int64 [steps + 1]."""
-        starts = np.zeros(len(self.rows) + 1, np.int64)
-        np.cumsum(self.rows, out=starts[1:])
-        return starts
+        return starts_of(self.rows)
 
     def chosen(self, steps: NDArray[np.bool_]) -> "Segment":
         """Some of its steps."""
         rows = np.repeat(steps, self.rows)
-        return Segment(
-            step=self.step[steps],
-            t_ns=self.t_ns[steps],
-            rows=self.rows[steps],
-            revision=self.revision[steps],
-            differing=self.differing[steps],
-            request=self.request[rows],
-            slot=self.slot[rows],
-            state=self.state[rows],
-            drift=self.drift[rows],
-            ranks=self.ranks[rows],
-            touched=self.touched,
-        )
+        of_steps = {name: getattr(self, name)[steps] for name in _STEP_COLUMNS}
+        of_rows = {name: getattr(self, name)[rows] for name in _ROW_COLUMNS}
+        return Segment(**of_steps, **of_rows, touched=self.touched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +95,6 @@ class View:
     """What changed in a picture after a revision, oldest step first."""
 
     revision: int
-    ranks: int
     segments: tuple[Segment, ...]
     uncompared: tuple[Uncompared, ...]
 
@@ -120,6 +111,12 @@ class Picture:
         self._around: deque[int] = deque(maxlen=INCIDENTS_KEPT)
         self._revision = 0
         self._rows = 0
+        """Rows of ``_segments``."""
+        self._kept_rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For saving: fewer segments, since each array costs more to write down than what is in it."""
+        return self.__dict__ | {"_segments": _joined(self._segments), "_kept": _joined(self._kept)}
 
     def add(self, chunk: Chunk, differing: NDArray[np.bool_] | None, history: History) -> None:
         """Add what became comparable. ``differing``: bool [rows of ``chunk.inputs``], or None where all agree."""
@@ -135,9 +132,8 @@ class Picture:
         for first, last in chunk.gaps:
             if not any((u.first, u.last) == (first, last) for u in self._uncompared):
                 self._uncompared.append(Uncompared(first, last, self._revision, "gap"))
-        if chunk.mask is not None:
-            for _, seen in dropped_rows(chunk.mask, history):
-                self._exclude(seen)
+        for _, seen in chunk.dropped:
+            self._exclude(seen)
         self._forget()
 
     def keep_around(self, step: int) -> None:
@@ -158,7 +154,7 @@ class Picture:
             steps_max -= count
             found.append(segment if changed.all() else segment.chosen(changed))
         uncompared = tuple(gap for gap in self._uncompared if gap.revision > after)
-        return View(self._revision, self._ranks, tuple(reversed(found)), uncompared)
+        return View(self._revision, tuple(reversed(found)), uncompared)
 
     def _segment(
         self, window: InputsWindow, differing: NDArray[np.bool_] | None, history: History
@@ -224,19 +220,30 @@ class Picture:
             near = self._near(oldest.step)
             if near.any():
                 self._kept.append(oldest.chosen(near))
-        while self._kept and (
-            sum(len(each.request) for each in self._kept) > ROWS_KEPT
-            or not self._near(self._kept[0].step).any()
-        ):
-            self._kept.popleft()
+                self._kept_rows += len(self._kept[-1].request)
+        while self._kept and (self._kept_rows > ROWS_KEPT or not self._near(self._kept[0].step).any()):
+            self._kept_rows -= len(self._kept.popleft().request)
         while self._uncompared and self._uncompared[0].last <= newest - STEPS_KEPT:
             self._uncompared.popleft()
 
     def _near(self, steps: I64) -> NDArray[np.bool_]:
-        near = np.zeros(len(steps), np.bool_)
-        for step in self._around:
-            near |= np.abs(steps - step) <= AROUND_STEPS
+        around = np.fromiter(self._around, np.int64, len(self._around))
+        near: NDArray[np.bool_] = (np.abs(steps[:, None] - around) <= AROUND_STEPS).any(axis=1)
         return near
+
+
+def _joined(segments: Iterable[Segment]) -> deque[Segment]:
+    """The same steps in fewer segments, small enough that the oldest can still be let go of a part at a time."""
+    parts = [*segments]
+    return deque(_join(parts[at : at + JOINED]) for at in range(0, len(parts), JOINED))
+
+
+def _join(parts: Sequence[Segment]) -> Segment:
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in (*_STEP_COLUMNS, *_ROW_COLUMNS)
+    }
+    return Segment(**columns, touched=max(part.touched for part in parts))
 
 
 def _newest(segment: Segment) -> NDArray[np.bool_]:

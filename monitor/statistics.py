@@ -16,7 +16,6 @@ from stagewatch.agents.record import UNKNOWN
 from stagewatch.monitor.blocks import select
 from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.checks.base import Chunk
-from stagewatch.monitor.checks.excluded_row import dropped_rows
 from stagewatch.monitor.history import History
 from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, life_of
 
@@ -55,9 +54,8 @@ class Statistics:
             self.rejected += int(block.num_rejected[sampled].sum())
         if history.links is not None:
             self.repeated += int(np.count_nonzero(history.links.repeats))
-        if chunk.mask is not None:
-            for _, seen in dropped_rows(chunk.mask, history):
-                self._exclude(int(seen.reference.request[seen.row]), life_of(seen.reference, seen.row))
+        for _, seen in chunk.dropped:
+            self._exclude(int(seen.reference.request[seen.row]), life_of(seen.reference, seen.row))
         self.broadcast.add(chunk)
 
     def diverged(self, requests: Iterable[tuple[int, int]]) -> None:

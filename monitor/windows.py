@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, InputsBlock, MaskBlock, PayloadBlock
 from stagewatch.agents.identity import Rank, Sizes
+from stagewatch.agents.record import I32
 
 B = TypeVar("B", InputsBlock, MaskBlock, PayloadBlock)
 
@@ -68,9 +69,7 @@ class Window(Generic[B]):
     @cached_property
     def starts(self) -> I64:
         """Where each step's rows begin, and where the last one's end: int64 [steps + 1]."""
-        starts = np.zeros(len(self.blocks[0].rows) + 1, np.int64)
-        np.cumsum(self.blocks[0].rows, out=starts[1:])
-        return starts
+        return starts_of(self.blocks[0].rows)
 
     def differing(self, column: str) -> NDArray[np.bool_] | None:
         """Rows in which some rank's value differs from another's: bool [rows], or None where all agree."""
@@ -91,6 +90,13 @@ class Window(Generic[B]):
         """(index of the step, index of the row within it) of a row of the window."""
         at = int(np.searchsorted(self.starts, row, side="right")) - 1
         return at, row - int(self.starts[at])
+
+
+def starts_of(rows: I32) -> I64:
+    """Where each step's rows begin, and where the last one's end: int64 [steps + 1]."""
+    starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(rows, out=starts[1:])
+    return starts
 
 
 InputsWindow = Window[InputsBlock]

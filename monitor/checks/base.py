@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stagewatch.agents.evidence import InputsBlock, PayloadBlock
 from stagewatch.monitor.binds import Binds
 from stagewatch.monitor.calls import Calls, Names
-from stagewatch.monitor.history import History
+from stagewatch.monitor.history import History, Seen
 from stagewatch.monitor.incidents import Severity, Value
 from stagewatch.monitor.ordinals import Shift
 from stagewatch.monitor.windows import Group, InputsWindow, MaskWindow, PayloadWindow
@@ -94,6 +94,8 @@ class Chunk:
     inputs: InputsWindow | None = None
     mask: MaskWindow | None = None
     """Of steps alone at which all ranks ran the same batch; so are `sent` and `received`."""
+    dropped: tuple[tuple[int, Seen], ...] = ()
+    """Rows of `mask` that some rank drops although they may have sampled, beside what they fed."""
     sent: PayloadWindow | None = None
     received: tuple[tuple[int, PayloadBlock], ...] = ()
     """(rank index, what it received); early stages only."""

@@ -70,10 +70,10 @@ class ExcludedRow:
 
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Interleave exclusions and what is scheduled after them in the order they happened."""
-        exclusions = sorted(self._exclusions(chunk.mask, history), key=lambda found: found[0].step)
+        exclusions = sorted(self._exclusions(chunk), key=lambda finding: finding.step)
         findings: list[Finding] = []
         inputs_from = 0
-        for finding, _ in exclusions:
+        for finding in exclusions:
             if chunk.inputs is not None:
                 until = int(np.searchsorted(chunk.inputs.steps, finding.step, side="right"))
                 findings += self._scheduled_again(chunk.inputs, inputs_from, until)
@@ -89,10 +89,11 @@ class ExcludedRow:
             findings += self._scheduled_again(chunk.inputs, inputs_from, len(chunk.inputs.steps))
         return findings
 
-    def _exclusions(self, window: MaskWindow | None, history: History) -> Iterator[tuple[Finding, Seen]]:
+    def _exclusions(self, chunk: Chunk) -> Iterator[Finding]:
+        window = chunk.mask
         if window is None:
             return
-        for row, seen in dropped_rows(window, history):
+        for row, seen in chunk.dropped:
             at, in_step = window.locate(row)
             step = seen.step
             block, i = seen.reference, seen.row
@@ -102,25 +103,22 @@ class ExcludedRow:
                 for index, mask in zip(window.indices, window.blocks, strict=True)
                 if mask.fixed[row] and not mask.engine[row]
             ]
-            yield (
-                Finding(
-                    check=self.NAME,
-                    severity=Severity.NOTICE,
-                    step=step,
-                    phase=Phase.MASK,
-                    text=(
-                        f"{'final prefill chunk' if prefilling else 'decoding row'} dropped from the broadcast "
-                        f"(mirror {block.mirror[i]}, prefill {block.prefill_len[i]}, cap {block.cap[i]})"
-                    ),
-                    remedy=self.REMEDY,
-                    request=int(block.request[i]),
-                    life=life_of(block, i),
-                    row=in_step,
-                    ranks=window.group.numbers(indices),
-                    fields=("need_sampled_mask",),
-                    t_ns=min(int(mask.t_ns[at]) for mask in window.blocks),
+            yield Finding(
+                check=self.NAME,
+                severity=Severity.NOTICE,
+                step=step,
+                phase=Phase.MASK,
+                text=(
+                    f"{'final prefill chunk' if prefilling else 'decoding row'} dropped from the broadcast "
+                    f"(mirror {block.mirror[i]}, prefill {block.prefill_len[i]}, cap {block.cap[i]})"
                 ),
-                seen,
+                remedy=self.REMEDY,
+                request=int(block.request[i]),
+                life=life_of(block, i),
+                row=in_step,
+                ranks=window.group.numbers(indices),
+                fields=("need_sampled_mask",),
+                t_ns=min(int(mask.t_ns[at]) for mask in window.blocks),
             )
 
     def _scheduled_again(self, window: InputsWindow, first: int, end: int) -> list[Finding]:
@@ -128,8 +126,7 @@ class ExcludedRow:
         if not self._excluded or first >= end:
             return []
         block = window.blocks[-1]
-        starts = np.concatenate([[0], np.cumsum(block.rows)])
-        rows = slice(int(starts[first]), int(starts[end]))
+        rows = slice(int(window.starts[first]), int(window.starts[end]))
         waiting = np.fromiter(self._excluded.keys(), np.uint64, len(self._excluded))
         findings = []
         for offset in np.flatnonzero(np.isin(block.request[rows], waiting)):

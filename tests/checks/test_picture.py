@@ -6,6 +6,7 @@ from simulated import Run, cut, feed_live, hello, plan, settle, take
 
 from stagewatch.agents.lab.simulator import SimConfig
 from stagewatch.monitor import picture as pictures
+from stagewatch.monitor.freezing import freeze, thaw
 from stagewatch.monitor.picture import DIFFERS, EXCLUDED, Picture, View
 from stagewatch.monitor.showing import showing
 from stagewatch.monitor.watch import Watch
@@ -94,6 +95,16 @@ class TestChanges:
         picture = picture_of(run, watch)
         every = [*states_by_step(picture.view(0, 10_000))]
         assert [*states_by_step(picture.view(0, 7))] == every[-7:]
+
+
+class TestSaved:
+    def test_it_comes_back_as_it_was(self, faulty: tuple[Run, Watch]) -> None:
+        run, watch = faulty
+        picture = picture_of(run, watch)
+        back = thaw(freeze(picture))
+        assert isinstance(back, Picture)
+        assert states_by_step(back.view(0, 10_000)) == states_by_step(picture.view(0, 10_000))
+        assert back.view(0, 10_000).revision == picture.view(0, 10_000).revision
 
 
 class TestBounds:
