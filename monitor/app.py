@@ -15,7 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stagewatch.monitor import store
-from stagewatch.monitor.access import Access, error, grant_of, may_see, too_many
+from stagewatch.monitor.access import Access, answer, error, grant_of, may_see, too_many
 from stagewatch.monitor.auth import Lease, Leases
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.events import Reader
@@ -123,14 +123,14 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
     @app.get("/healthz")
     async def healthz() -> Response:
         """The process answers."""
-        return _json({"status": "ok"})
+        return answer({"status": "ok"})
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", responses=failing(503))
     async def readyz() -> Response:
         """The collector can take frames and keep them. The reason it cannot is for those with a token."""
         return (
-            _json({"status": "ready"})
+            answer({"status": "ready"})
             if not collector.not_ready
             else error(503, "not ready", {"Retry-After": "1"})
         )
@@ -139,7 +139,7 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
     async def status(request: Request) -> Response:
         """Why the collector is not ready, if it is not; the reason is for tokens of all deployments."""
         reason = collector.not_ready if _deployments(request) is None else ""
-        return _json({"ready": not collector.not_ready, "reason": reason})
+        return answer({"ready": not collector.not_ready, "reason": reason})
 
     @app.get("/metrics", response_class=Response, responses=text_of("text/plain"))
     async def prometheus(request: Request) -> Response:
@@ -176,13 +176,13 @@ def _add_incidents(app: FastAPI, collector: Collector) -> None:
         )
         found = collector.store.find(query)
         more = found[limit - 1].number if len(found) > limit else None
-        return _json(IncidentPage(found[:limit], more))
+        return answer(IncidentPage(found[:limit], more))
 
     @app.get("/v1/incidents/{incident_id}", responses=documented(Shown) | failing(404, 503))
     def incident(request: Request, incident_id: Annotated[str, Path(pattern=INCIDENT_ID)]) -> Response:
         """One incident."""
         found = collector.store.get(incident_id, _deployments(request))
-        return _json(found) if found else error(404, "there is no such incident")
+        return answer(found) if found else error(404, "there is no such incident")
 
 
 def _add_events(app: FastAPI, collector: Collector, leases: Leases) -> None:
@@ -221,13 +221,13 @@ def _add_engines(app: FastAPI, collector: Collector) -> None:
     @app.get("/v1/engines")
     async def engines(request: Request) -> Response:
         """Every engine known, newest last."""
-        return _json({"engines": [_engine(state) for state in _seen(collector, request)]})
+        return answer({"engines": [_engine(state) for state in _seen(collector, request)]})
 
     @app.get("/v1/engines/{instance}", responses=failing(404))
     async def engine(request: Request, instance: Annotated[str, Path(max_length=128)]) -> Response:
         """The replicas of one life of an engine."""
         found = [_engine(state) for state in _seen(collector, request) if state.instance == instance]
-        return _json({"engines": found}) if found else error(404, "there is no such engine")
+        return answer({"engines": found}) if found else error(404, "there is no such engine")
 
     @app.head("/v1/engines/{instance}/healthz", include_in_schema=False)
     @app.get("/v1/engines/{instance}/healthz", responses=failing(404, 503))
@@ -242,13 +242,13 @@ def _add_engines(app: FastAPI, collector: Collector) -> None:
         While the collector reads its journal back it answers 200: not knowing must not take engines out of rotation.
         """
         if not collector.admits:
-            return _json({"status": "unknown"})
+            return answer({"status": "unknown"})
         found = [e for e in _seen(collector, request) if e.instance == instance and dp in (None, e.dp)]
         if not found:
             return error(404, "there is no such engine")
         reasons = [f"replica {state.dp}: {state.wedged}" for state in found if state.wedged]
         if not reasons:
-            return _json({"status": "ok"})
+            return answer({"status": "ok"})
         return error(503, "; ".join(reasons) if grant_of(request) else "wedged")
 
 
@@ -256,7 +256,7 @@ def _add_tokens(app: FastAPI, collector: Collector, leases: Leases) -> None:
     @app.get("/v1/tokens", responses=documented(Holder, listed_as="tokens"))
     async def tokens() -> Response:
         """Who holds tokens, and what they have open: nothing, before a token is taken away."""
-        return _json(
+        return answer(
             {
                 "tokens": [
                     Holder(
@@ -367,8 +367,5 @@ def _holder(connection: Request | WebSocket) -> Grant:
 def _engine(state: EngineState) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(state)
     shown["worst"] = state.worst.word if state.worst else None
+    shown["ended"] = state.ended
     return shown
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

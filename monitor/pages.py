@@ -4,13 +4,12 @@ The page itself tells nothing, so it needs no token; what it asks for does.
 """
 
 from importlib.resources import files
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import Response
 
-from stagewatch.monitor.access import error, grant_of, may_see
+from stagewatch.monitor.access import answer, error, grant_of, may_see
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.openapi import documented, failing
 from stagewatch.monitor.picture import STEPS_KEPT
@@ -72,8 +71,4 @@ def add_pictures(app: FastAPI, collector: Collector) -> None:
         engine = collector.engine(instance, dp)
         if engine is None or not may_see(grant_of(request), engine.group.deployment):
             return error(404, "there is no such engine")
-        return _json(showing(engine.picture.view(after, steps), engine.name_of, batches=batches))
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+        return answer(showing(engine.picture.view(after, steps), engine.name_of, batches=batches))

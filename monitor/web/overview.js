@@ -9,13 +9,11 @@ export function verdicts(state) {
   return { consistent, diverged, unknown: Object.values(unknown).reduce((sum, rows) => sum + rows, 0), reasons: unknown };
 }
 
-export const ended = (state) => state.ranks.some((rank) => rank.ended) && state.ranks.every((rank) => rank.ended || !rank.armed);
-
 /** The one word for an engine, and its kind for colour. */
 export function standing(state) {
   if (state.wedged) return ["stuck", "stuck"];
   if (state.worst) return [state.worst, state.worst];
-  if (ended(state)) return ["ended", "ended"];
+  if (state.ended) return ["ended", "ended"];
   if (state.missing.length || state.ranks.some((rank) => !rank.armed)) return ["incomplete", "incomplete"];
   return ["consistent", "ok"];
 }
