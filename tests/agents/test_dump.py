@@ -1,15 +1,13 @@
 """`stagewatch-agent dump`: what rings hold goes into one file, digested, and a damaged file costs what it held."""
 
-import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from commands import Command, command
 
 from stagewatch.agents.cli import main
 from stagewatch.agents.credentials import key_of_directory
@@ -43,31 +41,13 @@ def filled(directory: Path, stage: int, *, steps: int = 3, instance: str = "life
     return ring
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
-def dump(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    def run(*arguments: str | Path) -> Outcome:
-        status = main(["dump", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return Outcome(status, captured.out, captured.err)
-
-    return run
+def dump(capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(main, "dump", capsys)
 
 
 class TestWhatIsDumped:
-    def test_all_rings_of_a_directory_go_into_one_file(
-        self, dump: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_all_rings_of_a_directory_go_into_one_file(self, dump: Command, tmp_path: Path) -> None:
         for stage in (0, 1):
             filled(tmp_path / "rings", stage).close()
         outcome = dump(tmp_path / "rings", "-o", tmp_path / "a.swdump", "--json")
@@ -85,19 +65,20 @@ class TestWhatIsDumped:
         assert steps == [[1, 2, 3]]
 
     def test_a_ring_of_a_running_engine_and_of_a_killed_one_are_told_apart(
-        self, dump: Callable[..., Outcome], tmp_path: Path
+        self, dump: Command, tmp_path: Path
     ) -> None:
         ring = filled(tmp_path / "rings", 0)
         assert dump(ring.path, "-o", tmp_path / "a", "--json").json["rings"][0]["state"] == "running"
         code = (
-            "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
-            "import test_dump; test_dump.filled(Path(sys.argv[2]), 0); os.kill(os.getpid(), 9)"
+            "import os, sys; from pathlib import Path; import test_dump;"
+            "test_dump.filled(Path(sys.argv[1]), 0); os.kill(os.getpid(), 9)"
         )
-        subprocess.run([sys.executable, "-c", code, Path(__file__).parent, tmp_path / "killed"], check=False)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code, tmp_path / "killed"], check=False, env=environment)
         assert dump(tmp_path / "killed", "-o", tmp_path / "b", "--json").json["rings"][0]["state"] == "killed"
 
     def test_the_text_says_how_the_engine_left_and_what_comes_next(
-        self, dump: Callable[..., Outcome], tmp_path: Path
+        self, dump: Command, tmp_path: Path
     ) -> None:
         filled(tmp_path / "rings", 0).close()
         lines = dump(tmp_path / "rings", "-o", tmp_path / "a.swdump").out.splitlines()
@@ -110,7 +91,7 @@ class TestWhatIsDumped:
         ]
         assert "digests only" in lines[5] or "digests only" in lines[6]
 
-    def test_tokens_leave_only_on_demand(self, dump: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_tokens_leave_only_on_demand(self, dump: Command, tmp_path: Path) -> None:
         filled(tmp_path / "rings", 0).close()
         raw = []
         for name, flags in (("a", ()), ("b", ("--raw-tokens",))):
@@ -121,7 +102,7 @@ class TestWhatIsDumped:
         assert raw == [[], [SECRET_TOKEN] * 3]
 
     def test_the_directorys_key_makes_the_digests_and_none_is_made_for_it(
-        self, dump: Callable[..., Outcome], tmp_path: Path
+        self, dump: Command, tmp_path: Path
     ) -> None:
         def digests(name: str) -> list[int]:
             dump(tmp_path / "rings", "-o", tmp_path / name)
@@ -154,7 +135,7 @@ sys.exit(main(["dump", *sys.argv[1:]]))
 
 class TestUnusable:
     @pytest.mark.parametrize("name", ["nothing", "", "empty", "rubbish.ring"])
-    def test_one_line_says_why(self, dump: Callable[..., Outcome], tmp_path: Path, name: str) -> None:
+    def test_one_line_says_why(self, dump: Command, tmp_path: Path, name: str) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "rubbish.ring").write_bytes(b"\x1b[2J" * 9999)
         (tmp_path / "rubbish.ring").chmod(0o600)
@@ -162,18 +143,14 @@ class TestUnusable:
         assert (outcome.status, outcome.err.count("\n"), outcome.out) == (2, 1, "")
         assert not (tmp_path / "out").exists()
 
-    def test_a_file_that_exists_is_kept_unless_forced(
-        self, dump: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_a_file_that_exists_is_kept_unless_forced(self, dump: Command, tmp_path: Path) -> None:
         filled(tmp_path / "rings", 0).close()
         (tmp_path / "out").write_text("precious")
         assert "give --force" in dump(tmp_path / "rings", "-o", tmp_path / "out").err
         assert (tmp_path / "out").read_text() == "precious"
         assert dump(tmp_path / "rings", "-o", tmp_path / "out", "--force").status == 0
 
-    def test_one_bad_ring_among_several_is_left_out_and_named(
-        self, dump: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_one_bad_ring_among_several_is_left_out_and_named(self, dump: Command, tmp_path: Path) -> None:
         filled(tmp_path / "rings", 0).close()
         (tmp_path / "rings" / "bad.ring").write_bytes(b"x" * 9999)
         (tmp_path / "rings" / "bad.ring").chmod(0o600)
@@ -186,7 +163,7 @@ class TestDamage:
     """A dump may be cut off, altered, or made to do harm."""
 
     @pytest.fixture
-    def whole(self, dump: Callable[..., Outcome], tmp_path: Path) -> bytes:
+    def whole(self, dump: Command, tmp_path: Path) -> bytes:
         filled(tmp_path / "rings", 0).close()
         dump(tmp_path / "rings", "-o", tmp_path / "whole")
         return (tmp_path / "whole").read_bytes()

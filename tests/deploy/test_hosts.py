@@ -18,8 +18,6 @@ import pytest
 import yaml
 from launches import CONTAINERS, ROOT, UNITS, container_launch, instructions
 from rendering import missing
-
-sys.path.insert(0, str(ROOT / "tests" / "service"))
 from service_processes import wait_until
 
 HERE = Path(__file__).parent

@@ -4,36 +4,20 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command, command
 
 from stagewatch.monitor.cli import main
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
-def replay(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    def run(*arguments: str | Path) -> Outcome:
-        status = main(["replay", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return Outcome(status, captured.out, captured.err)
-
-    return run
+def replay(capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(main, "replay", capsys)
 
 
 def copied(name: str, directory: Path) -> tuple[Path, Path]:
@@ -51,7 +35,7 @@ def edited(path: Path, step: int, kind: str, change: Callable[[dict[str, Any]], 
 
 
 class TestRecordedTraces:
-    def test_the_released_mask_gives_no_incident_at_all(self, replay: Callable[..., Outcome]) -> None:
+    def test_the_released_mask_gives_no_incident_at_all(self, replay: Command) -> None:
         outcome = replay(*TRACES.glob("good-*"), "--json")
         assert outcome.status == 0
         assert outcome.json == {
@@ -62,9 +46,7 @@ class TestRecordedTraces:
             "incidents": [],
         }
 
-    def test_the_old_mask_gives_one_critical_incident_and_two_notices(
-        self, replay: Callable[..., Outcome]
-    ) -> None:
+    def test_the_old_mask_gives_one_critical_incident_and_two_notices(self, replay: Command) -> None:
         outcome = replay(*TRACES.glob("old-mask-*"), "--json")
         told = [
             (i["check"], i["severity"], i["request"], i["first_bad_step"], i["blamed"])
@@ -77,9 +59,7 @@ class TestRecordedTraces:
             ("excluded-row", "notice", "0-8fef9541", 40, []),
         ]
 
-    def test_the_critical_incident_tells_the_chain_of_cause_and_both_sides(
-        self, replay: Callable[..., Outcome]
-    ) -> None:
+    def test_the_critical_incident_tells_the_chain_of_cause_and_both_sides(self, replay: Command) -> None:
         incident = replay(*TRACES.glob("old-mask-*"), "--json").json["incidents"][0]
         values = {(value["rank"], value["field"]): value["text"] for value in incident["values"]}
         assert [link["step"] for link in incident["chain"]][:2] == [31, 32]
@@ -94,34 +74,30 @@ class TestRecordedTraces:
             "positions",
         }
 
-    def test_a_directory_stands_for_every_trace_in_it(self, replay: Callable[..., Outcome]) -> None:
+    def test_a_directory_stands_for_every_trace_in_it(self, replay: Command) -> None:
         assert replay(TRACES, "--json").json["steps"] == 70
 
-    def test_naming_a_file_twice_changes_nothing(self, replay: Callable[..., Outcome]) -> None:
+    def test_naming_a_file_twice_changes_nothing(self, replay: Command) -> None:
         assert (
             replay(TRACES, TRACES / "good-pp2-eagle7.rank0.jsonl", "--json").json
             == replay(TRACES, "--json").json
         )
 
-    def test_the_text_names_the_engine_where_there_are_several(self, replay: Callable[..., Outcome]) -> None:
+    def test_the_text_names_the_engine_where_there_are_several(self, replay: Command) -> None:
         several = replay(TRACES).out.splitlines()
         one = replay(*TRACES.glob("old-mask-*")).out.splitlines()
         assert "  engine old-mask-pp2-eagle7" in several
         assert [line for line in several if not line.startswith("  engine ")][:3] == one[:3]
         assert not [line for line in one if line.startswith("  engine ")]
 
-    def test_the_text_fits_a_narrow_terminal(
-        self, replay: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_text_fits_a_narrow_terminal(self, replay: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "60")
         lines = replay(*TRACES.glob("old-mask-*")).out.splitlines()
         assert max(map(len, lines)) <= 60
 
 
 class TestAlteredTraces:
-    def test_a_request_id_cannot_steer_the_terminal(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_a_request_id_cannot_steer_the_terminal(self, replay: Command, tmp_path: Path) -> None:
         for path in copied("old-mask-pp2-eagle7", tmp_path):
             path.write_text(path.read_text().replace("1-b83a22bb", "1-\\u001b[2J\\nall is well"))
         lines = replay(tmp_path).out.splitlines()
@@ -130,7 +106,7 @@ class TestAlteredTraces:
         assert any("'1-\\x1b[2J\\nall is well'" in line for line in lines)
 
     def test_a_payload_altered_in_flight_is_blamed_on_the_receiver(
-        self, replay: Callable[..., Outcome], tmp_path: Path
+        self, replay: Command, tmp_path: Path
     ) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
 
@@ -143,9 +119,7 @@ class TestAlteredTraces:
             ("payload-mismatch", "critical", 5, [0])
         ]
 
-    def test_undefined_token_columns_may_hold_anything(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_undefined_token_columns_may_hold_anything(self, replay: Command, tmp_path: Path) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
 
         def alter(line: dict[str, Any]) -> None:
@@ -157,7 +131,7 @@ class TestAlteredTraces:
         assert replay(first, last, "--json").json["incidents"] == []
 
     def test_a_step_that_one_rank_lost_is_indeterminate_and_accuses_nobody(
-        self, replay: Callable[..., Outcome], tmp_path: Path
+        self, replay: Command, tmp_path: Path
     ) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         kept = [line for line in first.read_text().splitlines() if json.loads(line)["step"] not in (10, 11)]
@@ -167,7 +141,7 @@ class TestAlteredTraces:
         assert set(outcome["indeterminate"]) == {"gap"}
 
     def test_a_request_that_one_rank_lacks_is_a_batch_disagreement(
-        self, replay: Callable[..., Outcome], tmp_path: Path
+        self, replay: Command, tmp_path: Path
     ) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         edited(first, 30, "inputs", lambda line: line["rows"].pop())
@@ -182,9 +156,7 @@ class TestAlteredTraces:
             ("batch-disagreement", "critical", 30, [])
         ]
 
-    def test_lines_of_unknown_kinds_are_left_out_and_told(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_lines_of_unknown_kinds_are_left_out_and_told(self, replay: Command, tmp_path: Path) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         with first.open("a") as trace:
             trace.write('{"kind": "err", "step": 30, "where": "receive"}\n')
@@ -192,9 +164,7 @@ class TestAlteredTraces:
         assert outcome.status == 0
         assert "1 lines of unknown kinds" in outcome.err
 
-    def test_a_last_line_that_was_cut_off_loses_only_itself(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_a_last_line_that_was_cut_off_loses_only_itself(self, replay: Command, tmp_path: Path) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         last.write_text(last.read_text() + '{"kind": "inputs", "step": 31, "ro')
         outcome = replay(first, last, "--json")
@@ -202,15 +172,13 @@ class TestAlteredTraces:
         assert "cut off" in outcome.err
 
     def test_the_mark_of_utf_8_that_some_editors_put_first_is_no_content(
-        self, replay: Callable[..., Outcome], tmp_path: Path
+        self, replay: Command, tmp_path: Path
     ) -> None:
         for path in copied("old-mask-pp2-eagle7", tmp_path):
             path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
         assert replay(tmp_path, "--json").json == replay(*TRACES.glob("old-mask-*"), "--json").json
 
-    def test_line_ends_of_windows_are_no_content(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_line_ends_of_windows_are_no_content(self, replay: Command, tmp_path: Path) -> None:
         for path in copied("old-mask-pp2-eagle7", tmp_path):
             path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
         assert replay(tmp_path, "--json").json == replay(*TRACES.glob("old-mask-*"), "--json").json
@@ -219,7 +187,7 @@ class TestAlteredTraces:
 class TestNothingCompared:
     """A run of which nothing was compared was not found sound."""
 
-    def test_files_without_a_step(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_files_without_a_step(self, replay: Command, tmp_path: Path) -> None:
         for path in copied("good-pp2-eagle7", tmp_path):
             path.write_bytes(b"")
         outcome = replay(tmp_path, "--json")
@@ -228,7 +196,7 @@ class TestNothingCompared:
             "stagewatch: nothing was compared: no step is recorded: give recordings of a run that served requests\n"
         )
 
-    def test_a_rank_without_a_step(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_a_rank_without_a_step(self, replay: Command, tmp_path: Path) -> None:
         _, last = copied("good-pp2-eagle7", tmp_path)
         last.write_bytes(b"")
         outcome = replay(tmp_path, "--json")
@@ -239,25 +207,23 @@ class TestNothingCompared:
 
 
 class TestUnusableInput:
-    def test_a_path_that_does_not_exist(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_a_path_that_does_not_exist(self, replay: Command, tmp_path: Path) -> None:
         outcome = replay(tmp_path / "nothing")
         assert (outcome.status, outcome.err.count("\n")) == (2, 1)
         assert "no such file or directory" in outcome.err
 
-    def test_an_empty_directory(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_an_empty_directory(self, replay: Command, tmp_path: Path) -> None:
         outcome = replay(tmp_path)
         assert (outcome.status, "holds no trace" in outcome.err) == (2, True)
 
-    def test_a_rank_that_is_missing_is_named(self, replay: Callable[..., Outcome], tmp_path: Path) -> None:
+    def test_a_rank_that_is_missing_is_named(self, replay: Command, tmp_path: Path) -> None:
         _, last = copied("good-pp2-eagle7", tmp_path)
         shutil.copy(last, tmp_path / "good-pp2-eagle7.rank2.jsonl")
         last.unlink()
         outcome = replay(tmp_path)
         assert (outcome.status, "rank 1 is missing" in outcome.err) == (2, True)
 
-    def test_a_rank_that_comes_twice_is_named_with_its_files(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_a_rank_that_comes_twice_is_named_with_its_files(self, replay: Command, tmp_path: Path) -> None:
         first, _ = copied("good-pp2-eagle7", tmp_path)
         shutil.copy(first, tmp_path / "good-pp2-eagle7.rank00.jsonl")
         outcome = replay(tmp_path)
@@ -267,9 +233,7 @@ class TestUnusableInput:
             in outcome.err
         )
 
-    def test_ranks_in_different_directories_are_one_run(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_ranks_in_different_directories_are_one_run(self, replay: Command, tmp_path: Path) -> None:
         paths = []
         for rank in (0, 1):
             (tmp_path / f"node{rank}").mkdir()
@@ -280,7 +244,7 @@ class TestUnusableInput:
         assert replay(*paths).status == replay(tmp_path / "node0", tmp_path / "node1").status == 0
 
     def test_runs_of_one_name_in_different_directories_stay_apart(
-        self, replay: Callable[..., Outcome], tmp_path: Path
+        self, replay: Command, tmp_path: Path
     ) -> None:
         for run in ("a", "b"):
             (tmp_path / run).mkdir()
@@ -289,9 +253,7 @@ class TestUnusableInput:
         criticals = [i["instance"] for i in outcome.json["incidents"] if i["severity"] == "critical"]
         assert criticals == ["a/old-mask-pp2-eagle7", "b/old-mask-pp2-eagle7"]
 
-    def test_a_compressed_trace_is_told_to_be_unpacked(
-        self, replay: Callable[..., Outcome], tmp_path: Path
-    ) -> None:
+    def test_a_compressed_trace_is_told_to_be_unpacked(self, replay: Command, tmp_path: Path) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         packed = tmp_path / (first.name + ".gz")
         packed.write_bytes(gzip.compress(first.read_bytes()))
@@ -301,12 +263,12 @@ class TestUnusableInput:
         outcome = replay(first, last)
         assert (outcome.status, outcome.err) == (2, f"stagewatch: {first}: compressed: unpack it first\n")
 
-    def test_a_path_that_the_system_refuses(self, replay: Callable[..., Outcome]) -> None:
+    def test_a_path_that_the_system_refuses(self, replay: Command) -> None:
         outcome = replay("x" * 300)
         assert (outcome.status, outcome.err.count("\n")) == (2, 1)
         assert "cannot be read: File name too long" in outcome.err
 
-    def test_a_single_rank_has_nothing_to_be_compared_with(self, replay: Callable[..., Outcome]) -> None:
+    def test_a_single_rank_has_nothing_to_be_compared_with(self, replay: Command) -> None:
         outcome = replay(TRACES / "good-pp2-eagle7.rank0.jsonl")
         assert (outcome.status, "only rank 0" in outcome.err) == (2, True)
 
@@ -322,7 +284,7 @@ class TestUnusableInput:
         ],
     )
     def test_a_bad_line_is_named_by_file_and_line(
-        self, replay: Callable[..., Outcome], tmp_path: Path, line: str, said: str
+        self, replay: Command, tmp_path: Path, line: str, said: str
     ) -> None:
         first, last = copied("good-pp2-eagle7", tmp_path)
         lines = first.read_text().splitlines(keepends=True)

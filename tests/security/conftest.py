@@ -1,14 +1,10 @@
-"""The security tests share the service tests' processes and records."""
+"""Fixtures of the security tests: processes that cannot outlive their test."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "service"))
-
 from house import House
 
 

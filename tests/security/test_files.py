@@ -28,7 +28,7 @@ def test_what_is_made_is_private_whatever_the_umask(house: House) -> None:
         for shift, ring in enumerate(rings):
             append_steps(ring, 10)
             append_steps(ring, 10, first_step=11, wrong_token=shift)
-        sidecar = house.sidecar(collector.url, collector.token)
+        sidecar = house.ship(collector.url, collector.token)
         wait_until(lambda: collector.get("/v1/incidents")["incidents"], "an incident is stored")
         # THEN every file is ours alone, and so is every directory
         found = [path for top in (house.data_dir, house.ring_dir) for path in (top, *top.rglob("*"))]

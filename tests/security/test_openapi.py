@@ -49,7 +49,7 @@ def with_an_incident(house: House) -> CollectorProcess:
         ring = RingWriter(house.ring_dir, identity(stage), 1 << 20)
         append_steps(ring, 10)
         append_steps(ring, 10, first_step=11, wrong_token=stage)
-    house.sidecar(collector.url, collector.token)
+    house.ship(collector.url, collector.token)
     wait_until(lambda: collector.get("/v1/incidents")["incidents"], "an incident")
     return collector
 

@@ -90,7 +90,7 @@ def test_nothing_planted_turns_up_anywhere(house: House, tmp_path: Path) -> None
         for step in range(1, 20):
             body = planted(step, stage * 100 * (step > 10), REQUEST)
             ring.append(Kind.INPUTS, step, step * 1000, body)
-    sidecar = house.sidecar(
+    sidecar = house.ship(
         collector.url.replace("https", "wss"),
         TOKEN,
         *("--key-file", key_file, "--pseudonymise", "--tls-ca", ca.file),
@@ -157,7 +157,7 @@ def test_nothing_planted_turns_up_anywhere(house: House, tmp_path: Path) -> None
 def test_secrets_are_on_no_command_line(house: House) -> None:
     house.ring_dir.mkdir(mode=0o700)
     collector = house.collector()
-    sidecar = house.sidecar(collector.url, collector.token)
+    sidecar = house.ship(collector.url, collector.token)
     for process in (collector, sidecar):
         line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert collector.token.encode() not in line
@@ -203,7 +203,7 @@ def test_request_ids_are_pseudonyms_from_end_to_end_where_asked_for(house: House
             probe.bind(f"request-{row}", row, 1, 10)
         for step in range(1, 20):
             ring.append(Kind.INPUTS, step, step * 1000, planted(step, shift=stage * 100 * (step > 10)))
-    house.sidecar(collector.url, collector.token, *(("--pseudonymise",) if masked else ()))
+    house.ship(collector.url, collector.token, *(("--pseudonymise",) if masked else ()))
     requests = set(wait_until(lambda: blamed(collector), "the ranks disagree about requests"))
     assert {request.startswith("anon-") for request in requests} == {masked}
     assert {request.startswith("request-") for request in requests} == {not masked}

@@ -35,7 +35,7 @@ def collector(house: House, ca: Authority, *options: str | Path, verify: Any = N
 
 def said_by(house: House, url: str, *options: str | Path) -> str:
     """What a sidecar says of a collector that it does not reach."""
-    sidecar = house.sidecar(url, "t" * 20, *options)
+    sidecar = house.ship(url, "t" * 20, *options)
     wait_until(lambda: "not connected" in sidecar.output, "it says why")
     assert sidecar.end() == 0
     lines = [line for line in sidecar.output.splitlines() if "not connected" in line]
@@ -55,7 +55,7 @@ def test_evidence_arrives_and_old_versions_of_tls_do_not(house: House, ca: Autho
     house.ring_dir.mkdir(mode=0o700)
     for stage in (0, 1):
         append_steps(RingWriter(house.ring_dir, identity(stage), 1 << 20), 5)
-    house.sidecar(wss(found), found.token, "--tls-ca", ca.file)
+    house.ship(wss(found), found.token, "--tls-ca", ca.file)
     wait_until(lambda: found.last_step("life-1.1") == 5, "the evidence arrives")
     old = trusting(ca)
     old.minimum_version = ssl.TLSVersion.TLSv1
@@ -137,7 +137,7 @@ def test_with_mutual_tls_a_sidecar_is_told_what_it_lacks(house: House, tmp_path:
     assert why.startswith("it does not accept our certificate: compare --tls-client-cert")
     house.ring_dir.mkdir(mode=0o700)
     append_steps(RingWriter(house.ring_dir, identity(), 1 << 20), 5)
-    house.sidecar(wss(found), found.token, *trusted, "--tls-client-cert", cert, "--tls-client-key", key)
+    house.ship(wss(found), found.token, *trusted, "--tls-client-cert", cert, "--tls-client-key", key)
     wait_until(lambda: found.last_step("life-1.0") == 5, "the evidence arrives")
 
 

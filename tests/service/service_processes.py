@@ -144,7 +144,9 @@ class Stage:
         self.ring_dir = directory / "rings"
         self._processes: list[Process] = []
 
-    def collector(self, *options: str, data_dir: Path | None = None, **keywords: Any) -> CollectorProcess:
+    def collector(
+        self, *options: str | Path, data_dir: Path | None = None, **keywords: Any
+    ) -> CollectorProcess:
         return self._keep(CollectorProcess(data_dir or self.data_dir, *options, **keywords))
 
     def sidecar(self, collector: CollectorProcess, *options: str, **keywords: Any) -> SidecarProcess:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pickle
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any
 
 import pytest
 from service_records import batch_message, hello, identity, journalled_seqs
-from test_ingest import settings
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "checks"))
-
 from simulated import Run, plan
+from test_ingest import settings
 
 from stagewatch.agents import wire
 from stagewatch.agents.digest import Digester
