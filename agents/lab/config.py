@@ -6,11 +6,10 @@ from typing import Self
 
 import msgspec
 
-from stagewatch.agents.identity import Sizes
-from stagewatch.agents.lab.fault import Fault, Plan
+from stagewatch.agents.lab.fault import Fault
 from stagewatch.agents.lab.faults import make_fault
-from stagewatch.agents.lab.scheduler import LabError, SchedulerConfig
-from stagewatch.agents.lab.stage import StageConfig
+from stagewatch.agents.lab.runconfig import RunConfig
+from stagewatch.agents.lab.scheduler import LabError
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.settings import ProbeSettings
 
@@ -18,27 +17,12 @@ _REQUESTS = Workload(requests=6, prompt_len=(8, 40), max_tokens=(16, 48), arriva
 
 
 @dataclass(frozen=True, slots=True)
-class LabConfig:
-    """Everything about a run. Lengths and budgets in tokens. The same config gives the same outputs, step by step."""
+class LabConfig(RunConfig):
+    """Everything about a run. The same config gives the same outputs, step by step."""
 
-    seed: int = 0
-    pp: int = 2
-    tp: int = 1
-    spec_tokens: int = 7
-    """K: draft tokens per row; 0 runs without speculation."""
     workload: Workload = _REQUESTS
-    fault: Plan | None = None
     probe: ProbeSettings | None = None
     """Where and how to record; None arms no probe."""
-    seats: int = 16
-    token_budget: int = 128
-    chunk_max: int = 32
-    max_model_len: int = 192
-    blocks: int = 0
-    preempt_probability: float = 0.0
-    variable_spec: bool = False
-    variable_width: bool = False
-    refined_mask: bool = True
     vocab_size: int = 256
     layers: int = 12
     """A multiple of pp; 12 suits 1, 2, 3 and 4 stages."""
@@ -50,11 +34,6 @@ class LabConfig:
     collective_timeout_s: float = 60.0
     instance: str = field(default_factory=lambda: f"lab-{token_hex(8)}")
 
-    @property
-    def sizes(self) -> Sizes:
-        """Extents of the parallel dimensions."""
-        return Sizes(1, self.pp, self.tp)
-
     def check(self) -> Fault:
         """The fault to run with. Raises LabError or FaultError for a configuration that cannot run."""
         fault = make_fault(self.fault, self.sizes, self.spec_tokens)
@@ -65,33 +44,6 @@ class LabConfig:
         if self.tp not in (1, 2):
             raise LabError(f"tp {self.tp}: the lab's model has two heads, so 1 or 2 ranks share a stage")
         return fault
-
-    def stage_config(self) -> StageConfig:
-        """The stages' part."""
-        return StageConfig(
-            sizes=self.sizes,
-            spec_tokens=self.spec_tokens,
-            slots=self.seats,
-            handles=self.seats,
-            length_max=self.max_model_len,
-            variable_width=self.variable_width,
-            refined_mask=self.refined_mask,
-        )
-
-    def scheduler_config(self) -> SchedulerConfig:
-        """The scheduler's part."""
-        return SchedulerConfig(
-            pp=self.pp,
-            spec_tokens=self.spec_tokens,
-            seats=self.seats,
-            token_budget=self.token_budget,
-            chunk_max=self.chunk_max,
-            max_model_len=self.max_model_len,
-            blocks=self.blocks,
-            preempt_probability=self.preempt_probability,
-            variable_spec=self.variable_spec,
-            seed=self.seed,
-        )
 
     def encode(self) -> bytes:
         """As JSON, for the driver's stdin."""
