@@ -1,4 +1,4 @@
-"""What can be replayed, and how it is found: traces, rings, dumps, bundles, and a collector's journal."""
+"""What can be replayed, and how it is found: traces, rings, dumps, and a collector's journal."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,12 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Record
 from stagewatch.agents.ring import RingReader
 from stagewatch.agents.tail import Privacy
-from stagewatch.monitor import bundlefile
 from stagewatch.monitor.journal import segments_in
 from stagewatch.monitor.traces import TraceFile, TraceReader, identities, trace_file
 
 _BATCH_RECORDS: Final = 4096
-_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst")
-_KINDS: Final = (
-    "a trace (NAME.rankN.jsonl), a ring (NAME.ring), a dump, a bundle, or a collector's data directory"
-)
+_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst", ".zip")
+_KINDS: Final = "a trace (NAME.rankN.jsonl), a ring (NAME.ring), a dump, or a collector's data directory"
 
 
 class SourceError(StagewatchError):
@@ -143,8 +140,6 @@ class Recordings:
     """Files of a directory that this build cannot read, each with the reason."""
     journals: tuple[Path, ...]
     """Directories of a collector's journal, which holds all ranks in the order of arrival."""
-    bundles: tuple[bundlefile.Bundle, ...] = ()
-    """Bundles among the sources: a window cut out of a recording tells whole only what it was cut out for."""
 
 
 def open_recordings(paths: Sequence[Path], *, raw: bool = False) -> Recordings:
@@ -179,7 +174,6 @@ class _Opening:
         self._raw = raw
         self._left_out: list[str] = []
         self._sources: list[Source] = []
-        self._bundles: list[bundlefile.Bundle] = []
         self._traces: list[TraceFile] = []
         self._known: dict[tuple[str, Rank], str] = {}
         self._key: bytes | None = None
@@ -197,7 +191,7 @@ class _Opening:
                 f"{', '.join(map(str, self._paths))}: holds no trace (NAME.rankN.jsonl), no ring (NAME.ring), no dump "
                 f"(NAME{dumpfile.SUFFIX}) and no journal" + "".join(f"; {why}" for why in self._left_out)
             )
-        return Recordings(tuple(self._sources), tuple(self._left_out), (), tuple(self._bundles))
+        return Recordings(tuple(self._sources), tuple(self._left_out), ())
 
     def _open(self, path: Path) -> None:
         trace = trace_file(path)
@@ -207,10 +201,6 @@ class _Opening:
             self._ring(path)
         elif path.suffix in _COMPRESSED:
             raise SourceError(f"{path}: compressed: unpack it first")
-        elif path.suffix == bundlefile.SUFFIX or bundlefile.is_bundle(path):
-            bundle = bundlefile.Bundle.open(path)
-            self._bundles.append(bundle)
-            self._dump(DumpFile(bundle.evidence, str(path)), str(path))
         elif path.suffix == dumpfile.SUFFIX or _begins_with(path, dumpfile.MAGIC):
             self._dump(DumpFile.open(path), str(path))
         else:
@@ -262,7 +252,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             found = sorted(
                 p
                 for p in path.iterdir()
-                if p.suffix in (".ring", dumpfile.SUFFIX, bundlefile.SUFFIX) or trace_file(p) is not None
+                if p.suffix in (".ring", dumpfile.SUFFIX) or trace_file(p) is not None
             )
         elif path.exists():
             found = [path]

@@ -35,7 +35,6 @@ class Teller:
         self._filters = filters
         self._progress = progress
         self._missing = Missing(0, 0)
-        self._notes: list[str] = []
 
     # ---- what is told
 
@@ -115,7 +114,7 @@ class Teller:
 
     def missing(self) -> list[str]:
         """What of the recordings could not be used."""
-        told = list(self._notes)
+        told: list[str] = []
         if self._missing.damaged_bytes or self._missing.unreadable_entries:
             told.append(
                 f"journal: {self._missing.damaged_bytes} bytes are torn or damaged and "
@@ -128,24 +127,9 @@ class Teller:
     def _watched(self) -> Watch:
         watch = Watch()
         self._replay(watch, [self.names])
-        self.all_incidents = self._whole(reports(watch))
+        self.all_incidents = reports(watch)
         self.engines = len(watch.states())
         return watch
-
-    def _whole(self, found: list[Report]) -> list[Report]:
-        """Of a window cut out for one incident, only that one is told: others may have begun before it."""
-        for bundle in self._recordings.bundles:
-            if not bundle.manifest.cut:
-                continue
-            about = bundle.manifest.incident
-            others = [i for i in found if i.instance == about.instance and i.id != about.id]
-            found = [i for i in found if i not in others]
-            if others:
-                self._notes.append(
-                    f"the bundle holds a window of the engine: {len(others)} further incidents in it are not told, "
-                    "because they may have begun before it"
-                )
-        return found
 
     def _replay(self, watch: Watch | None, taps: Sequence[Tap]) -> None:
         self._missing = replay(self._recordings, watch, taps=taps, progress=self._progress)

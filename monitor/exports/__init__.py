@@ -1,1 +1,0 @@
-"""What was recorded in formats that other tools read: Parquet, Perfetto, HTML."""
