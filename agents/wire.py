@@ -106,8 +106,14 @@ class Limits:
     """Longest request id. The probe cuts off what is longer, so only a stranger's can be."""
 
 
-LIMITS: Final = ("frame_too_long", "too_many_steps", "too_many_rows", "text_too_long", "request_too_long")
-"""What can be too much, as labels."""
+LIMITS: Final = {
+    "frame_too_long": "a frame of more bytes than are allowed",
+    "too_many_steps": "a frame of more steps than are allowed",
+    "too_many_rows": "a frame of more rows than are allowed",
+    "text_too_long": "a name or another text that is too long",
+    "request_too_long": "a request id that is too long",
+}
+"""What can be too much, as labels, and in words."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -52,7 +52,6 @@ class Aligned:
     chunk: Chunk
     indeterminate: dict[str, int]
     """Rows without a verdict of equality, by reason."""
-    horizon: int
 
 
 class Aligner:
@@ -155,7 +154,7 @@ class Aligner:
             binds=binds,
         )
         self._settle(upto)
-        return Aligned(chunk, dict(reasons), self.judged)
+        return Aligned(chunk, dict(reasons))
 
     # ---- how far
 

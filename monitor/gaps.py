@@ -47,10 +47,6 @@ class Gaps:
         if self._stretches and self._stretches[0][1] < before:
             self._stretches = [gap for gap in self._stretches if gap[1] >= before]
 
-    def reach(self, step: int) -> bool:
-        """Whether one of them reaches ``step`` or beyond."""
-        return bool(self._stretches) and self._stretches[-1][1] >= step
-
     def note(self, evidence: Evidence, seqs: I64, next_seq: int, newest: int, deferral_steps: int) -> None:
         """Find the holes in ``seqs``, the sequence numbers of ``evidence`` from ``next_seq`` on, and note their steps.
 

@@ -7,6 +7,8 @@ Names are OpenTelemetry's, with dots; Prometheus sees underscores, the unit and 
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from stagewatch.agents import wire
+
 Kind = Literal["counter", "histogram", "observed counter", "observed gauge"]
 
 LABELS: Final = (
@@ -62,6 +64,7 @@ REFUSALS: Final = {
     "out_of_order": "evidence that does not continue its stream",
     "evidence": "evidence that contradicts itself",
     "malformed": "what is no frame",
+    **wire.LIMITS,
 }
 """Why frames and requests are refused, by reason."""
 

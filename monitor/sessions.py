@@ -15,18 +15,10 @@ BAD_FRAMES_MAX: Final = 3
 """Refused frames after which a connection is closed. Refused hellos do not count: the other ranks go on."""
 HELLO_CODES: Final = ("protocol", "identity", "forbidden", "too_many")
 """Reasons for which a hello is refused."""
-REFUSAL_CODES: Final = (
-    "malformed",
-    "no_hello",
-    "out_of_order",
-    "evidence",
-    *wire.LIMITS,
-    *HELLO_CODES,
-)
 
 
 class FrameRefusedError(FrameError):
-    """A frame that is not taken; ``code`` is the reason as a label, one of `REFUSAL_CODES`."""
+    """A frame that is not taken; ``code`` is the reason as a label, a key of `instruments.REFUSALS`."""
 
     def __init__(self, code: str, message: str, answer: Refusal) -> None:
         super().__init__(message)

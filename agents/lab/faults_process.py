@@ -63,9 +63,6 @@ class Outcome:
     """Reasons for which rows are INDETERMINATE; none: every row is CONSISTENT."""
 
 
-SLOW_MS: Final = 20.0
-"""Added to each step of a slow rank."""
-
 Script = tuple[Act | Pause, ...]
 
 

@@ -1,5 +1,7 @@
 """Metrics: what is declared is what Prometheus sees, and no longer than there is something to tell."""
 
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from service_records import identity
 from test_store import incident
 
+from stagewatch.agents import wire
+from stagewatch.monitor import ingest
 from stagewatch.monitor.checks.registry import NAMES
 from stagewatch.monitor.incidents import Severity
-from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, LABELS, RECORD_DROPS
+from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, LABELS, RECORD_DROPS, REFUSALS
 from stagewatch.monitor.metrics import Metrics
 from stagewatch.monitor.observers import ENDED_S, ENGINES_MAX, FORGOTTEN_S, OBSERVERS, Snapshot
 from stagewatch.monitor.otlp.story import context_of, request_context
+from stagewatch.monitor.sessions import HELLO_CODES
 from stagewatch.monitor.states import EngineState, RankState, Trouble
 
 S = 10**9
@@ -178,6 +183,13 @@ class TestFirstEvents:
         assert values(metrics, "stagewatch_drops_total", "place", "reason") == dict.fromkeys(DROPS, 0)
         assert values(metrics, "stagewatch_ingest_refused_total", "reason")["malformed",] == 0
         assert values(metrics, "stagewatch_internal_errors_total", "place")["watch",] == 0
+
+    def test_every_reason_for_which_frames_are_refused_is_explained_and_begins_at_nought(self) -> None:
+        given = set(re.findall(r'refuse\(\s*"(\w+)"', inspect.getsource(ingest)))
+        assert {"protocol", "no_hello", "out_of_order"} <= given
+        assert given | {*HELLO_CODES, *wire.LIMITS} <= REFUSALS.keys()
+        refused = values(metrics_of(engine()), "stagewatch_ingest_refused_total", "reason")
+        assert refused == {(reason,): 0 for reason in REFUSALS}
 
     def test_drops_are_counted_wherever_they_are_noticed(self) -> None:
         metrics = Metrics(lambda: snapshot(drops={("events", "slow_reader"): 2}))
