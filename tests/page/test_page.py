@@ -31,8 +31,12 @@ def where(view: str, faulty: dict[str, Any]) -> str:
 
 
 def shown_table(page: Any, name: str) -> list[list[str]]:
-    rows = page.get_by_role("region", name=name).locator("tbody tr").all()
-    return [[cell.inner_text() for cell in row.locator("td").all()] for row in rows]
+    """The table's texts, read in one go: the page may draw it anew at any moment between two questions."""
+    rows = page.get_by_role("region", name=name).locator("tbody tr")
+    found: list[list[str]] = rows.evaluate_all(
+        "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.innerText))"
+    )
+    return found
 
 
 class TestToken:
