@@ -31,7 +31,7 @@ $(READY): pyproject.toml
 		|| { apt-get update -qq && apt-get install -qq -y python3-venv && $(PYTHON) -m venv --clear $(VENV); }
 	@$(PIP) --upgrade pip
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	@PYTHONWARNINGS=ignore $(PIP) --editable '.[sidecar,monitor,otlp,grafana,lab,dev]'
+	@PYTHONWARNINGS=ignore $(PIP) --editable '.[sidecar,monitor,otlp,grafana,export,lab,dev]'
 	@mkdir -p build/src/stagewatch
 	@for each in agents monitor dashboards; do ln -sfn ../../../$$each build/src/stagewatch/$$each; done
 	@touch $@

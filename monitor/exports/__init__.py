@@ -1,0 +1,1 @@
+"""Recordings for other programs: one exporter a module."""
