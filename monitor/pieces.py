@@ -9,12 +9,13 @@ import numpy as np
 from stagewatch.agents.evidence import I64, Evidence, slice_steps
 
 SECOND_NS: Final = 10**9
-_BLOCKS: Final = ("inputs", "mask", "sent", "received", "consumed", "events")
+BLOCKS: Final = ("inputs", "mask", "sent", "received", "consumed", "events")
+"""The fields of `Evidence` that hold records."""
 
 
 def by_second(evidence: Evidence) -> Iterator[tuple[int, Evidence]]:
     """(time of its newest record, evidence) of each second; times are nanoseconds since the epoch and never fall."""
-    blocks = [block for name in _BLOCKS if (block := getattr(evidence, name)) is not None]
+    blocks = [block for name in BLOCKS if (block := getattr(evidence, name)) is not None]
     if not blocks:
         yield 0, evidence
         return
@@ -30,12 +31,12 @@ def by_second(evidence: Evidence) -> Iterator[tuple[int, Evidence]]:
     edges = [evidence.first_seq, *seqs[turns].tolist(), evidence.next_seq]
     newest = times[np.concatenate([turns - 1, [len(times) - 1]])].tolist()
     for place, t_ns in enumerate(newest):
-        yield t_ns, _part(evidence, edges[place], edges[place + 1], is_first=place == 0)
+        yield t_ns, part_of(evidence, edges[place], edges[place + 1], is_first=place == 0)
 
 
-def _part(evidence: Evidence, first: int, end: int, *, is_first: bool) -> Evidence:
+def part_of(evidence: Evidence, first: int, end: int, *, is_first: bool) -> Evidence:
     """The records numbered from ``first`` up to ``end`` (exclusive); what was lost lies before the first part."""
-    blocks: dict[str, Any] = {name: _cut(getattr(evidence, name), first, end) for name in _BLOCKS}
+    blocks: dict[str, Any] = {name: _cut(getattr(evidence, name), first, end) for name in BLOCKS}
     part = replace(evidence, first_seq=first, next_seq=end, **blocks)
     return part if is_first else replace(part, lost=0, left_out=0)
 

@@ -67,6 +67,16 @@ def known_margin_s(margin_s: float) -> float:
     return margin_s if math.isfinite(margin_s) else -1.0
 
 
+def identity_of(entry: Entry) -> Identity:
+    """Whom an entry that is no batch is about. Raises FrameError."""
+    if entry.kind is EntryKind.CARRIED:
+        return _decode_carried(entry.payload).identity
+    frame = wire.decode_upward(entry.payload, Limits())
+    if not isinstance(frame, Hello):
+        raise FrameError("journal: a batch where a hello belongs")
+    return frame.identity
+
+
 def _decode_carried(payload: bytes) -> Carried:
     try:
         return msgspec.msgpack.decode(payload, type=Carried)
