@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import msgspec
 from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.engine import start_lab
+from stagewatch.agents.lab.engine import Hand, start_lab
 from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.faults import REGISTRY
+from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY, Part
 from stagewatch.agents.lab.messages import Output
+from stagewatch.agents.lab.nodes import Nodes
 from stagewatch.agents.lab.recording import TraceWriter
 from stagewatch.agents.lab.scheduler import LabError
 from stagewatch.agents.lab.simulator import SimConfig, SimResult, Simulator
@@ -45,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "Each has its own --help.",
     )
     commands = parser.add_subparsers(metavar="COMMAND")
-    _add_common(parser)
+    _add_common(parser, [*REGISTRY, *PROCESS_REGISTRY])
     parser.add_argument(
         "--ring-dir", type=Path, help="directory of the rings; without it nothing is recorded"
     )
@@ -58,10 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-sleep-ms", type=float, default=0.0, help="pause after each iteration (default: none)"
     )
+    parser.add_argument(
+        "--collector",
+        help="ws://HOST:PORT: let each stage be a node with a sidecar of its own, which ships there; faults of "
+        "sidecars need it",
+    )
+    parser.add_argument("--token-file", type=Path, help="file of the collector's token, for those sidecars")
     parser.add_argument("--json", action="store_true", help="print outputs as JSON lines instead of words")
     parser.set_defaults(run=_run_lab)
     simulate = commands.add_parser("simulate", help="run the simulator", description=_simulate.__doc__)
-    _add_common(simulate)
+    _add_common(simulate, [*REGISTRY])
     simulate.add_argument("--dp", type=int, default=1, help="data-parallel replicas (default: %(default)s)")
     simulate.add_argument(
         "--benign", action="store_true", help="aborts, preemption, chunks, variable K: all at once"
@@ -78,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, faults: list[str]) -> None:
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages (default: %(default)s)")
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor-parallel ranks per stage (default: %(default)s)"
@@ -94,9 +103,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, nargs=2, default=(8, 48), metavar=("MIN", "MAX"), help="output tokens"
     )
-    parser.add_argument(
-        "--fault", choices=list(REGISTRY), metavar="NAME", help="fault to put in; see `faults`"
-    )
+    parser.add_argument("--fault", choices=faults, metavar="NAME", help="fault to put in; see `faults`")
     parser.add_argument(
         "--fault-rank", type=_rank, metavar="dpD.ppP.tpT", help="rank it strikes (default: its own)"
     )
@@ -129,6 +136,8 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _run_lab(options: argparse.Namespace) -> int:
+    if options.collector is not None and (options.ring_dir is None or options.token_file is None):
+        raise LabError("--collector needs --ring-dir and --token-file: sidecars ship what lies in rings")
     probe = None
     if options.ring_dir is not None:
         probe = ProbeSettings(options.ring_dir, options.deployment, options.ring_bytes, 1.0, 0.0, 2, False)
@@ -143,6 +152,7 @@ def _run_lab(options: argparse.Namespace) -> int:
         probe=probe,
         max_model_len=max(longest, 64),
         step_sleep_ms=options.step_sleep_ms,
+        nodes=options.collector is not None,
     )
 
     def show(tick: int, output: Output) -> None:
@@ -151,8 +161,12 @@ def _run_lab(options: argparse.Namespace) -> int:
         else:
             print(f"{tick:5d} {output.request_id} ({output.reason}): {text(output.tokens)}", flush=True)
 
-    with start_lab(config, show) as lab:
-        result = lab.wait()
+    with ExitStack() as running:
+        hands: dict[Part, Hand] = {}
+        if options.collector is not None:
+            to = ("--collector", options.collector, "--token-file", options.token_file)
+            hands[Part.SIDECAR] = running.enter_context(Nodes(options.ring_dir, config.pp, to)).do
+        result = running.enter_context(start_lab(config, show, hands)).wait()
     if result.error:
         print(f"stagewatch lab: {result.error}", file=sys.stderr)
         return 1
@@ -217,7 +231,7 @@ def _commit() -> str:
 
 def _list_faults(options: argparse.Namespace) -> int:
     """List every fault: its name, where it strikes, the public cases it was seen in, the invariants it breaks."""
-    for name, fault in REGISTRY.items():
+    for name, fault in {**REGISTRY, **PROCESS_REGISTRY}.items():
         cases = ", ".join(map(str, fault.CASES)) or "-"
         invariants = ", ".join(fault.INVARIANTS) or "none: ranks agree"
         print(f"{name}\n    {fault.DESCRIPTION}\n    {fault.WHERE}; cases {cases}; breaks {invariants}")

@@ -1,11 +1,13 @@
 """What determines a run of the multi-process lab."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from secrets import token_hex
 from typing import Self
 
 import msgspec
 
+from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.fault import Fault
 from stagewatch.agents.lab.faults import make_fault
 from stagewatch.agents.lab.runconfig import RunConfig
@@ -31,7 +33,9 @@ class LabConfig(RunConfig):
     """Pause after each iteration: the demo's pace."""
     stream_every: int = 0
     """Iterations between reports of running requests' tokens; 0: only finished requests are reported."""
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: float = 120.0
+    nodes: bool = False
+    """Whether each stage is a node of its own: its rings lie in a directory of its own below the probe's."""
     instance: str = field(default_factory=lambda: f"lab-{token_hex(8)}")
 
     def check(self) -> Fault:
@@ -45,6 +49,12 @@ class LabConfig(RunConfig):
             raise LabError(f"tp {self.tp}: the lab's model has two heads, so 1 or 2 ranks share a stage")
         return fault
 
+    def probe_of(self, rank: Rank) -> ProbeSettings | None:
+        """Where and how ``rank`` records."""
+        if self.probe is None or not self.nodes:
+            return self.probe
+        return replace(self.probe, ring_dir=node_dir(self.probe.ring_dir, rank.pp))
+
     def encode(self) -> bytes:
         """As JSON, for the driver's stdin."""
         return msgspec.json.encode(self, enc_hook=str)
@@ -53,3 +63,8 @@ class LabConfig(RunConfig):
     def decode(cls, encoded: bytes) -> Self:
         """The config of `encode`. Raises msgspec.DecodeError for anything else."""
         return msgspec.json.decode(encoded, type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+def node_dir(ring_dir: Path, stage: int) -> Path:
+    """Directory of the rings of a stage that is a node of its own."""
+    return ring_dir / f"stage{stage}"

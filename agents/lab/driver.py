@@ -3,15 +3,18 @@
     python -m stagewatch.agents.lab.driver < CONFIG.json
 
 torch is imported once, here, and the ranks are forked from it. They end with their driver: its death closes their
-pipes. One rank's death ends the run. Lines are `Started`, then `Progress` as it comes, then `Ended`.
+pipes. One rank's death ends the run, when the script that killed it is over. Lines are `Started`, then `Progress` and
+`Acted` as they come, then `Ended`.
 """
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import deque
@@ -25,8 +28,12 @@ from stagewatch.agents.errors import StagewatchError
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.batch import dummy_order
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.events import Ended, Event, Progress, Started
+from stagewatch.agents.lab.events import Acted, Ended, Event, Progress, Started
+from stagewatch.agents.lab.fault import Fault
+from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.faults_process import Act, ProcessFault
 from stagewatch.agents.lab.messages import StepResult
+from stagewatch.agents.lab.player import Player
 from stagewatch.agents.lab.scheduler import LabError, Scheduler
 from stagewatch.agents.lab.worker import Farewell, run_rank
 
@@ -43,6 +50,7 @@ class Driver:
         self._processes: list[ForkProcess] = []
         self._pipes: list[Connection] = []
         self._farewells: list[Farewell] = []
+        self._player: Player | None = None
 
     def run(self) -> Ended:
         """Fork, drive, and join the ranks; emit every event but the last, which is returned."""
@@ -51,11 +59,16 @@ class Driver:
             try:
                 self._fork(Path(directory) / "store")
                 self._drive()
+                self._play_on()
                 self._stop()
             except LabError as found:
                 error = str(found)
+                # Whoever waits for the dead is watched while it waits.
+                self._play_on()
             finally:
                 codes = self._end_all()
+        if self._player is not None:
+            error = error or self._player.error
         injections = [*self._fault.injections, *(one for word in self._farewells for one in word.injections)]
         steps = max((word.steps for word in self._farewells), default=0)
         return Ended(error, steps, self._scheduler.tick, self._scheduler.preemptions, codes, injections)
@@ -75,16 +88,27 @@ class Driver:
         pids = {
             str(rank): process.pid or 0 for rank, process in zip(self._ranks, self._processes, strict=True)
         }
+        if isinstance(self._fault, ProcessFault):
+            self._player = self._make_player(self._fault)
         emit(Started(self._config.instance, pids))
+
+    def _make_player(self, fault: ProcessFault) -> Player:
+        config = self._config
+        pids = {rank: process.pid or 0 for rank, process in zip(self._ranks, self._processes, strict=True)}
+        rings = {rank: probe.ring_dir for rank in self._ranks if (probe := config.probe_of(rank)) is not None}
+        return Player(fault, config.sizes, pids, _tell, rings, config.instance)
 
     def _drive(self) -> None:
         config, scheduler = self._config, self._scheduler
         results = self._pipes[(config.pp - 1) * config.tp]
         in_flight: deque[bool] = deque()
-        drained = 0
+        drained = steps = 0
         while drained <= config.pp:
             drained = drained + 1 if scheduler.idle else 0
             order = scheduler.schedule()
+            steps += len(order.handles) > 0
+            if self._player is not None:
+                self._player.begin(steps)
             for rank, pipe in enumerate(self._pipes):
                 self._send(rank, pipe, order)
             in_flight.append(len(order.handles) > 0)
@@ -135,6 +159,12 @@ class Driver:
         for output in scheduler.take_outputs():
             emit(Progress(scheduler.tick, output))
 
+    def _play_on(self) -> None:
+        """Let the script come to its end, and its ranks to themselves."""
+        if self._player is not None:
+            self._player.join()
+            self._player.end()
+
     def _stop(self) -> None:
         order = dataclasses.replace(dummy_order(0), stop=True)
         for rank, pipe in enumerate(self._pipes):
@@ -149,6 +179,8 @@ class Driver:
 
     def _end_all(self) -> dict[str, int]:
         """Wait for the ranks, after an error not for long; return their exit statuses."""
+        if self._player is not None:
+            self._player.end()
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -169,20 +201,44 @@ def _rank_main(
         # A copy of the driver's end would keep this pipe open after the driver is gone.
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fault = make_fault(config.fault, config.sizes, config.spec_tokens)
     try:
-        run_rank(config, rank, store, pipe, started_ns)
+        run_rank(config, rank, store, pipe, started_ns, fault)
     except (EOFError, BrokenPipeError):
         os._exit(3)  # the driver is gone
-    except Exception:  # noqa: BLE001  # whatever ended it is the run's end: say it and go
+    except Exception as error:  # noqa: BLE001  # whatever ended it is the run's end: say it and go
+        if _waits_for_the_dead(fault, error):
+            _wait_for_the_driver(pipe)
+            os._exit(3)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
+def _waits_for_the_dead(fault: Fault, error: Exception) -> bool:
+    """Whether the call that failed is one that would not return: NCCL's do not tell that a peer is gone; gloo's do."""
+    return isinstance(fault, ProcessFault) and fault.WEDGES and isinstance(error, RuntimeError)
+
+
+def _wait_for_the_driver(pipe: Connection) -> None:
+    """Stay alive, and record heartbeats, until the driver ends the run."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.recv()
+
+
+_emitting = threading.Lock()
+
+
 def emit(event: Event) -> None:
-    """Write one event to stdout."""
-    sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
-    sys.stdout.flush()
+    """Write one event to stdout; from any thread."""
+    with _emitting:
+        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.flush()
+
+
+def _tell(act: Act, struck: tuple[Rank, ...]) -> None:
+    emit(Acted(act, struck))
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Final, Self
 
@@ -15,12 +15,17 @@ import msgspec
 
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.events import Ended, Event, Progress, Started
-from stagewatch.agents.lab.fault import Injection
+from stagewatch.agents.lab.events import Acted, Ended, Event, Progress, Started
+from stagewatch.agents.lab.fault import Fault, Injection
+from stagewatch.agents.lab.faults_process import Act, Part, ProcessFault
 from stagewatch.agents.lab.messages import Output
 from stagewatch.agents.lab.scheduler import LabError
 
-__all__ = ["Lab", "LabConfig", "LabError", "LabResult", "run_lab", "start_lab"]
+__all__ = ["Hand", "Lab", "LabConfig", "LabError", "LabResult", "run_lab", "start_lab"]
+
+
+Hand = Callable[[Act, tuple[Rank, ...]], None]
+"""Does an act to the part that belongs to the ranks struck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +49,26 @@ class LabResult:
 class Lab:
     """A running lab. It is a process group of its own, which `stop` ends whole.
 
+    ``hands`` do to a sidecar or collector what a process fault wants done to it; called from a thread, in order.
     Raises LabError or FaultError for a configuration that cannot run.
     """
 
-    def __init__(self, config: LabConfig, on_output: Callable[[int, Output], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: LabConfig,
+        on_output: Callable[[int, Output], None] | None = None,
+        hands: Mapping[Part, Hand] | None = None,
+    ) -> None:
         self.config: Final = config
         self._on_output = on_output
+        self._hands = dict(hands or {})
         self._lock = threading.Lock()
         self._outputs: dict[str, Output] = {}
         self._fresh: list[Output] = []
         self._pids: dict[str, int] = {}
         self._ended: Ended | None = None
         self._started = threading.Event()
-        config.check()
+        self._check_hands(config.check())
         encoded = config.encode()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stagewatch.agents.lab.driver"],
@@ -98,7 +110,7 @@ class Lab:
             raise LabError(
                 f"the lab is still running after {timeout_s:g} s: wait longer or stop it"
             ) from None
-        self._reader.join(10)
+        self._reader.join()
         ended = self._ended or Ended(f"the lab's driver ended with status {code}", 0, 0, 0, {}, [])
         return LabResult(
             self.config.instance,
@@ -137,9 +149,22 @@ class Lab:
                 self._started.set()
             elif isinstance(event, Progress):
                 self._take(event)
+            elif isinstance(event, Acted):
+                self._hands[event.act.part](event.act, event.struck)
             else:
                 self._ended = event
         self._started.set()
+
+    def _check_hands(self, fault: Fault) -> None:
+        parts = fault.parts() if isinstance(fault, ProcessFault) else frozenset()
+        missing = sorted(parts - {Part.RANK} - self._hands.keys())
+        if missing:
+            raise LabError(
+                f"fault {fault.NAME} strikes the {' and the '.join(missing)}, which this lab does not run: give it "
+                "hands to do so, or simulate the fault"
+            )
+        if Part.SIDECAR in parts and not (self.config.nodes and self.config.probe):
+            raise LabError(f"fault {fault.NAME} strikes a node's sidecar: record, and let stages be nodes")
 
     def _take(self, event: Progress) -> None:
         output = event.output
@@ -151,9 +176,13 @@ class Lab:
             self._on_output(event.tick, output)
 
 
-def start_lab(config: LabConfig, on_output: Callable[[int, Output], None] | None = None) -> Lab:
+def start_lab(
+    config: LabConfig,
+    on_output: Callable[[int, Output], None] | None = None,
+    hands: Mapping[Part, Hand] | None = None,
+) -> Lab:
     """Start a lab and return at once. ``on_output(tick, output)`` is called from a thread as outputs come."""
-    return Lab(config, on_output)
+    return Lab(config, on_output, hands)
 
 
 def run_lab(config: LabConfig, timeout_s: float = 120.0) -> LabResult:

@@ -2,7 +2,9 @@
 
 import msgspec
 
+from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.fault import Injection
+from stagewatch.agents.lab.faults_process import Act
 from stagewatch.agents.lab.messages import Output
 
 
@@ -33,4 +35,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     injections: list[Injection]
 
 
-Event = Started | Progress | Ended
+class Acted(msgspec.Struct, frozen=True, tag=True):
+    """The script of a process fault has come to something that is not the lab's to do."""
+
+    act: Act
+    struck: tuple[Rank, ...]
+
+
+Event = Started | Progress | Acted | Ended

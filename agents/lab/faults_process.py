@@ -1,8 +1,9 @@
 """Faults of processes: ranks, the sidecars that read their rings, the collector. The engine's semantics stay sound.
 
-Each is a script of signals and pauses, which `stagewatch.agents.lab.delivery` plays for a simulated run by a virtual
-clock. What must be told of it is part of the fault: which checks, of the ranks that were struck alone, and for which
-reasons rows go without a verdict. Anything else is an error of the watch.
+Each is a script of signals and pauses. `stagewatch.agents.lab.player` plays it on the lab's processes by the clock,
+`stagewatch.agents.lab.delivery` for a simulated run by a virtual one. What must be told of it is part of the fault:
+which checks, of the ranks that were struck alone, and for which reasons rows go without a verdict. Anything else is an
+error of the watch.
 """
 
 from dataclasses import dataclass
@@ -71,7 +72,6 @@ class ProcessFault(Fault):
 
     INVARIANTS: ClassVar[tuple[str, ...]] = ("I17",)
     WHERE = Where.MIDDLE
-    SIMULATOR_ONLY = True
     LEAST = Sizes(1, 2, 1)
     SCRIPT: ClassVar[Script] = ()
     OUTCOME: ClassVar = Outcome()
@@ -80,6 +80,11 @@ class ProcessFault(Fault):
     def part(cls) -> Part:
         """What is struck first."""
         return next(act.part for act in cls.SCRIPT if isinstance(act, Act))
+
+    @classmethod
+    def parts(cls) -> frozenset[Part]:
+        """Everything that is struck."""
+        return frozenset(act.part for act in cls.SCRIPT if isinstance(act, Act))
 
     def struck(self, sizes: Sizes) -> tuple[Rank, ...]:
         """Ranks that are struck, or whose records are; all of them where the collector is."""

@@ -10,11 +10,10 @@ import torch
 
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.lab import LabRecorder
-from stagewatch.agents.identity import Rank, Sizes
+from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.batch import dummy_batch
 from stagewatch.agents.lab.config import LabConfig
-from stagewatch.agents.lab.fault import Injection
-from stagewatch.agents.lab.faults import make_fault
+from stagewatch.agents.lab.fault import Fault, Injection
 from stagewatch.agents.lab.identities import BASE_FINGERPRINTS, lab_identity
 from stagewatch.agents.lab.integer_model import Vocabulary
 from stagewatch.agents.lab.messages import SchedulerOutput
@@ -34,17 +33,19 @@ class Farewell:
     probe_armed: bool
 
 
-def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, started_ns: int) -> None:
+def run_rank(
+    config: LabConfig, rank: Rank, store: Path, pipe: Connection, started_ns: int, fault: Fault
+) -> None:
     """The whole life of a rank's process. Raises whatever ends it before its time."""
     torch.set_num_threads(1)
-    sizes = Sizes(1, config.pp, config.tp)
-    fault = make_fault(config.fault, sizes, config.spec_tokens)
+    sizes = config.sizes
     probe: Probe | None = None
-    if config.probe is not None:
+    settings = config.probe_of(rank)
+    if settings is not None:
         identity = lab_identity(
             rank,
             sizes,
-            deployment=config.probe.deployment,
+            deployment=settings.deployment,
             instance=config.instance,
             spec_tokens=config.spec_tokens,
             vocab_size=config.vocab_size,
@@ -54,7 +55,7 @@ def run_rank(config: LabConfig, rank: Rank, store: Path, pipe: Connection, start
             pid=os.getpid(),
             started_ns=started_ns,
         )
-        probe = arm(identity, config.probe)
+        probe = arm(identity, settings)
     recorder = LabRecorder([probe], (rank,), config.pp) if probe is not None else None
     block = Block(config.stage_config(), (rank,), fault, recorder)
     vocabulary = Vocabulary(config.vocab_size, config.spec_tokens, config.seed, stops=False)
