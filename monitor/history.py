@@ -129,8 +129,8 @@ class History:
         seen = self._newest(request, None, upto + 1)
         return None if seen is None else life_of(seen.reference, seen.row)
 
-    def holder(self, index: int, slot: int, generation: int, before: int) -> int:
-        """Key of the request that ran in a slot of rank ``index`` below step ``before``; 0 if unknown."""
+    def holder(self, index: int, slot: int, generation: int, before: int) -> Seen | None:
+        """The newest row below step ``before`` that ran in a slot of rank ``index``; None if unknown."""
         for window in reversed(self._inputs):
             if window.steps[-1] < before - LOOK_BACK_STEPS:
                 break
@@ -138,8 +138,9 @@ class History:
             end = int(window.starts[np.searchsorted(window.steps, before)])
             rows = np.flatnonzero((block.slot[:end] == slot) & (block.generation[:end] == generation))
             if len(rows):
-                return int(block.request[rows[-1]])
-        return 0
+                row = int(rows[-1])
+                return Seen(window, row, int(window.steps[window.locate(row)[0]]))
+        return None
 
     def _newest(self, request: int, life: int | None, before: int) -> Seen | None:
         for window in reversed(self._inputs):

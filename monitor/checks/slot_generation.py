@@ -68,14 +68,19 @@ class SlotGeneration:
         self, group: Group, index: int, consumed: PayloadBlock, row: int, at: int, history: History
     ) -> Finding:
         slot, now = int(consumed.slot[row]), int(consumed.generation_now[row])
-        owner, generation = self._owners_of(index).at(slot)
         step = int(consumed.at[at])
+        holder = history.holder(index, slot, now, step)
+        ran = 0 if holder is None else int(holder.window.blocks[index].request[holder.row])
+        owner, generation = self._owners_of(index).at(slot)
         if generation != now:
-            # Its bind may be among lost records; the slot's owner is in every batch it ran in since.
-            owner = history.holder(index, slot, now, step)
+            owner = ran  # the owner's bind is among lost records
         harmed = owner != 0
         request = owner if harmed else int(consumed.request[row])
-        life = history.life(request, step if harmed else int(consumed.step[at]))
+        if harmed and holder is not None and ran == owner:
+            # Not its newest life: preempted since, it may begin another one at this very step.
+            life: int | None = life_of(holder.reference, holder.row)
+        else:
+            life = history.life(request, step if harmed else int(consumed.step[at]))
         rank = group.number(index)
         return Finding(
             check=self.NAME,

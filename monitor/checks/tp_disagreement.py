@@ -20,7 +20,10 @@ class TpDisagreement:
     INVARIANT: ClassVar = "I10"
     COMPARES: ClassVar = "sampled tokens, counts and draft blocks between the last stage's TP ranks"
     SEVERITY: ClassVar = "critical"
-    EXCEPTIONS: ClassVar = "rows outside the mask; token columns beyond num_sampled; engines with tp_size 1"
+    EXCEPTIONS: ClassVar = (
+        "rows that sample nothing; token columns beyond num_sampled; drafts of rows outside the mask; steps that "
+        "broadcast nothing, whose samples are not recorded; engines with tp_size 1"
+    )
     REMEDY: ClassVar = (
         "TP peers sampled different tokens from the same step: a near-tie without a broadcast, or a seed per rank. "
         "Their later collectives will differ in size and hang. Restart; let one rank sample and broadcast."
@@ -31,13 +34,17 @@ class TpDisagreement:
         window = chunk.sent
         if window is None or len(window.blocks) < 2:
             return
+        used = np.logical_or.reduce([block.applied != 0 for block in window.blocks])
+        # A row outside the mask that samples is a request's last: what it samples is shown, its drafts never run.
+        samples = used | np.logical_or.reduce([block.num_sampled > 0 for block in window.blocks])
         unequal = {
-            name: found for name, column in PAYLOAD_FIELDS if (found := window.differing(column)) is not None
+            name: found & (used if name == "draft_tokens" else samples)
+            for name, column in PAYLOAD_FIELDS
+            if (found := window.differing(column)) is not None
         }
         if not unequal:
             return
-        used = np.logical_or.reduce([block.applied != 0 for block in window.blocks])
-        for row in np.flatnonzero(np.logical_or.reduce([*unequal.values()]) & used).tolist():
+        for row in np.flatnonzero(np.logical_or.reduce([*unequal.values()])).tolist():
             at, in_step = window.locate(row)
             fields = [
                 (name, column) for name, column in PAYLOAD_FIELDS if name in unequal and unequal[name][row]

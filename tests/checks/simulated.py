@@ -103,6 +103,16 @@ class Run:
         return {key: by_rank for key, by_rank in sorted(found.items()) if len(by_rank) == ranks}
 
     @cached_property
+    def skipped(self) -> set[tuple[int, Rank | None]]:
+        """(step, rank of the last stage) of broadcasts left out, since their mask is None."""
+        return {
+            (record.step, rank)
+            for rank, own in self.records.items()
+            for record in own
+            if record.kind is Kind.SENT and isinstance(record.body, Payload) and record.body.skipped
+        }
+
+    @cached_property
     def rows(self) -> dict[tuple[str, tuple[int, int]], list[tuple[int, int, int]]]:
         """(request, life) -> (replica, step, row) of each of its steps, in order; lives as the last rank has them."""
         found: dict[tuple[str, tuple[int, int]], list[tuple[int, int, int]]] = {}
@@ -333,10 +343,12 @@ def _state(run: Run) -> Iterator[Expected]:
         yield Expected(check, request, step, blamed, "critical")
 
 
-def _first_per_life(run: Run, *, consumed: bool) -> dict[tuple[str, tuple[int, int]], list[Injection]]:
-    """The earliest injections of each life of each struck request."""
+def _first_per_life(
+    run: Run, injections: Iterable[Injection], *, consumed: bool
+) -> dict[tuple[str, tuple[int, int]], list[Injection]]:
+    """The earliest ``injections`` of each life of each struck request."""
     found: dict[tuple[str, tuple[int, int]], list[Injection]] = {}
-    for one in run.injections:
+    for one in injections:
         for (request, life), rows in run.rows.items():
             if request != one.request_id:
                 continue
@@ -360,14 +372,14 @@ def _lives_at(run: Run, request: str, life: tuple[int, int], step: int) -> bool:
 
 def _payload(check: str, *, consumed: bool) -> object:
     def rule(run: Run) -> Iterator[Expected]:
-        for (request, _), own in _first_per_life(run, consumed=consumed).items():
+        for (request, _), own in _first_per_life(run, run.injections, consumed=consumed).items():
             yield Expected(check, request, own[0].step, _numbers(run, own), "critical")
 
     return rule
 
 
 def _old_mask(run: Run) -> Iterator[Expected]:
-    for (request, life), own in _first_per_life(run, consumed=False).items():
+    for (request, life), own in _first_per_life(run, run.injections, consumed=False).items():
         steps = [step for _, step, _ in run.rows[request, life]]
         excluded = own[0].step
         again = next((step for step in steps if step > excluded), None)
@@ -382,7 +394,7 @@ def _old_mask(run: Run) -> Iterator[Expected]:
 
 def _stale_slot(run: Run) -> Iterator[Expected]:
     """The slot's new owner is harmed; where the slot is free, the payload's own request gets a warning."""
-    harmed = _first_per_life(run, consumed=True)
+    harmed = _first_per_life(run, run.injections, consumed=True)
     for (request, _), own in harmed.items():
         yield Expected("slot-generation", request, own[0].step, _numbers(run, own), "critical")
     free: dict[tuple[str, tuple[int, int]], list[Injection]] = {}
@@ -458,8 +470,10 @@ def _stale_output(run: Run) -> Iterator[Expected]:
 
 
 def _tp(run: Run) -> Iterator[Expected]:
+    """Where a step broadcasts nothing its samples are not recorded: what was struck there cannot be seen."""
     blame = run.sim.sizes.tp > 2
-    for (request, _), own in _first_per_life(run, consumed=False).items():
+    seen = [one for one in run.injections if (one.step, one.rank) not in run.skipped]
+    for (request, _), own in _first_per_life(run, seen, consumed=False).items():
         yield Expected(
             "tp-disagreement", request, own[0].step, _numbers(run, own) if blame else (), "critical"
         )

@@ -276,6 +276,21 @@ class TestSlots:
         story.step(prefill("b", slot=1, computed=4))
         assert story.told() == [("slot-generation", "warning", "a", 3, (0,))]
 
+    def test_a_life_that_ends_as_it_is_harmed_is_not_taken_for_the_next_one(self) -> None:
+        # GIVEN "b" in the slot, then preempted, and back in it at the very step before which "a" is written there
+        story, row = decoded()
+        story.step(prefill("b", generation=1))
+        story.consume(1, (row, Sent(generation_now=1)), r1={"applied": False})
+        story.step(prefill("b", generation=2))
+        # WHEN its new life is struck, too
+        story.consume(2, (prefill("b", generation=1), Sent(generation_now=2)), r1={"applied": False})
+        story.step(prefill("b", generation=2, computed=4))
+        # THEN both lives are told of
+        assert story.told() == [
+            ("slot-generation", "critical", "b", 3, (0,)),
+            ("slot-generation", "critical", "b", 4, (0,)),
+        ]
+
     def test_an_update_that_the_generation_check_dropped_is_sound(self) -> None:
         story, row = decoded()
         story.step(prefill("b", slot=1))
@@ -306,6 +321,25 @@ class TestTensorParallel:
         story.step(row)
         story.broadcast((row, Sent()), r1={"drafts": (61, 9)})
         assert story.told() == [("tp-disagreement", "critical", "a", 1, (1,))]
+
+    def test_a_last_token_outside_the_mask_is_compared(self) -> None:
+        # GIVEN a final prefill chunk that reaches the cap: no other stage needs what it samples, but the user sees it
+        story, row, other = Story(pp=2, tp=2), prefill(), Row("b", slot=1)
+        story.step(row, other)
+        story.broadcast(
+            (row, Sent(num_sampled=1, applied=False)), (other, Sent()), r3={"tokens": (9, 52, 53)}
+        )
+        assert story.told() == [("tp-disagreement", "critical", "a", 1, ())]
+
+    def test_outside_the_mask_drafts_and_rows_that_sample_nothing_may_differ(self) -> None:
+        story, row, other = Story(pp=2, tp=2), prefill(), Row("b", slot=1)
+        story.step(row, other)
+        last = Sent(num_sampled=1, applied=False)
+        story.broadcast((row, last), (other, Sent()), r3={"drafts": (9, 9)})
+        story.step(prefill(computed=4), other)
+        chunk = Sent(num_sampled=0, applied=False)
+        story.broadcast((row, chunk), (other, Sent()), r3={"tokens": (9, 9, 9), "num_rejected": 1})
+        assert [each for each in story.told() if each[2] == "a"] == []
 
 
 class TestCollectives:

@@ -76,6 +76,19 @@ def test_every_strike_is_found_whatever_the_pipeline(name: str, times: int | Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "seed", "pp", "spec_tokens"),
+    [("stale-slot-write", 1821, 8, 5), ("tp-samples-apart", 1821, 8, 1), ("tp-samples-apart", 2427, 4, 7)],
+)
+def test_lives_that_follow_each_other_closely_and_last_tokens(
+    name: str, seed: int, pp: int, spec_tokens: int
+) -> None:
+    """Requests that are preempted again and again, the last of which ends with a step that broadcasts nothing."""
+    config = plan(name, seed=seed, pp=pp, tp=2, spec_tokens=spec_tokens, from_step=20, requests=40)
+    assert_found(Run(config), cut_seed=seed)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_loss_never_blames_a_rank_that_did_nothing(name: str) -> None:
