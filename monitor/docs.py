@@ -1,4 +1,4 @@
-"""Tables of the docs that come from the code: settings and metrics.
+"""Tables of the docs that come from the code: settings, metrics, the Parquet schema.
 
 ``python -m stagewatch.monitor.docs`` writes them into ``docs/``; a test asserts that they are fresh.
 """
@@ -14,6 +14,7 @@ from stagewatch.agents.commandline import commands_of
 from stagewatch.agents.options import SECRETS, Parser, default_text, variable_of
 from stagewatch.agents.settings import VARIABLES
 from stagewatch.monitor import commands as monitor_commands
+from stagewatch.monitor.exports.columns import SCHEMA_VERSION, TABLES
 from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, RECORD_DROPS, REFUSALS
 
 PROGRAMS: tuple[tuple[str, ModuleType], ...] = (
@@ -97,7 +98,30 @@ def _drops(known: dict[tuple[str, str], str]) -> Iterator[str]:
     return _table(("`place`", "`reason`", "What"), rows)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
+def parquet_page() -> str:
+    """The schema of the Parquet export."""
+    lines = [
+        "# Parquet schema",
+        "",
+        _GENERATED,
+        "",
+        "What `stagewatch export parquet` writes ([replay.md](replay.md#parquet)). This is schema "
+        f"{SCHEMA_VERSION}, as",
+        "`stagewatch.schema` in each file's metadata says; it rises when a column goes or changes its meaning. Times are",
+        "UTC, with nanoseconds. Digests are keyed: equal tokens have equal digests within one recording and under one",
+        "key, and nowhere else; as text they are 16 hex digits. `links` and `values` are lists of structures.",
+    ]
+    for table in TABLES:
+        rows = (
+            (f"`{c.name}`", c.type, c.what + ("; null without `--raw-tokens`" if c.raw else ""))
+            for c in table.columns
+        )
+        lines += ["", f"## `{table.name}.parquet`", "", f"{table.what[:1].upper()}{table.what[1:]}.", ""]
+        lines += _table(("Column", "Type", "What"), rows)
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "parquet.md": parquet_page}
 
 
 def _command(program: str, name: str, module_name: str) -> Iterator[str]:

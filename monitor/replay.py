@@ -21,6 +21,7 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.wire import Hello, Limits, decode_upward, evidence_of
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, SegmentReader, segments_in
 from stagewatch.monitor.pieces import SECOND_NS, by_second, step_times
+from stagewatch.monitor.redaction import without_tokens
 from stagewatch.monitor.sources import Recordings, RingSource, Source, SourceError, open_recordings
 from stagewatch.monitor.ticks import Ticks
 from stagewatch.monitor.watch import Watch
@@ -67,18 +68,22 @@ def replay(
     *,
     taps: Sequence[Tap] = (),
     progress: Progress | None = None,
+    tokens: bool = True,
 ) -> Missing:
-    """Feed everything to ``watch``, where one is given, and to the taps; say that the evidence has ended."""
+    """Feed everything to ``watch``, where one is given, and to the taps; say that the evidence has ended.
+
+    ``tokens``: with the token values that a recording holds; else digests alone, as if it held none.
+    """
     told = progress or _Unwatched()
     sources = recordings.sources
     segments = [path for directory in recordings.journals for path in segments_in(directory)]
     total = sum(source.size_bytes for source in sources) + sum(path.stat().st_size for path in segments)
-    stage = _Stage(watch, taps)
+    stage = _Stage(watch, taps, tokens)
     for _ in _merged(sources, stage):
         told.at(sum(source.bytes_read for source in sources), total)
     missing, done = [], sum(source.size_bytes for source in sources)
     for directory in recordings.journals:
-        journal = _JournalReplay(_Stage(watch, taps))
+        journal = _JournalReplay(_Stage(watch, taps, tokens))
         for read in journal.run(directory):
             told.at(done + read, total)
         missing.append(journal.missing)
@@ -91,8 +96,9 @@ def replay(
 class _Stage:
     """Where evidence goes: the watch, told the time, and the taps."""
 
-    def __init__(self, watch: Watch | None, taps: Sequence[Tap]) -> None:
+    def __init__(self, watch: Watch | None, taps: Sequence[Tap], tokens: bool) -> None:
         self._watch = watch
+        self._tokens = tokens
         self._taps = taps
         self._ticks = Ticks()
         self._now_ns = 0
@@ -103,6 +109,8 @@ class _Stage:
             self._watch.hello(identity, self._now_ns)
 
     def take(self, identity: Identity, evidence: Evidence, t_ns: int) -> None:
+        if not self._tokens:
+            evidence = without_tokens(evidence)
         if self._watch is not None:
             self._pass(t_ns)
             self._watch.take(identity.instance, identity.rank, evidence, -1.0, self._now_ns)

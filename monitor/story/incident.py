@@ -42,7 +42,7 @@ def find_incident(text: str, incidents: list[Report]) -> Report:
 
 def incident_story(incident: Report, request: RequestStory | None, step: StepStory | None) -> IncidentStory:
     """The story of ``incident``; ``request`` is that of its request, ``step`` that of its first bad step."""
-    life = _life_of(incident, request)
+    life = life_of(incident, request)
     if life is None:
         return IncidentStory(incident, None, (), None, step)
     places = [place for place, each in enumerate(life.steps) if each.step >= incident.first_bad_step]
@@ -51,7 +51,7 @@ def incident_story(incident: Report, request: RequestStory | None, step: StepSto
     return IncidentStory(incident, life.divergence, around, life.fixed_mask, step)
 
 
-def _life_of(incident: Report, request: RequestStory | None) -> Life | None:
+def life_of(incident: Report, request: RequestStory | None) -> Life | None:
     """The life whose steps hold the incident's first bad one, or the last that began before it."""
     if request is None or not request.lives:
         return None

@@ -34,6 +34,10 @@ class Names:
         """A request's id, or its key where it is not known."""
         return self._ids.get(key) or f"request {key:016x}"
 
+    def known(self, key: int) -> str | None:
+        """A request's id; None where it is not known."""
+        return self._ids.get(key)
+
     def resolve(self, text: str) -> tuple[int, str]:
         """(key, id) of the request that ``text`` names or begins. Raises NotFoundError."""
         exact = next((key for key, name in self._ids.items() if name == text), None)

@@ -1,6 +1,6 @@
 """Picking single rows out of what is replayed: the rows of some requests, or of some steps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -73,6 +73,14 @@ class Picked:
     def authority(self) -> int:
         """Number of the last stage's last rank."""
         return (self.dp * self.sizes.pp + self.sizes.pp) * self.sizes.tp - 1
+
+    def only(self, request: int) -> "Picked":
+        """What was picked of one request."""
+        kept: dict[str, Any] = {
+            name: [row for row in getattr(self, name) if row.request == request]
+            for name in ("fed", "masked", "sent", "bound", "freed")
+        }
+        return replace(self, called=[], **kept)
 
 
 class Picker:

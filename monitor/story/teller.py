@@ -15,7 +15,7 @@ from stagewatch.monitor.story.picker import Picked, Picker, Selection
 from stagewatch.monitor.story.render import diff_text, incident_story_text, joined, request_text, step_text
 from stagewatch.monitor.story.request import RequestStory, request_story
 from stagewatch.monitor.story.step import StepStory, step_story
-from stagewatch.monitor.story.verdicts import Summary, reports, summary, summary_text
+from stagewatch.monitor.story.verdicts import Summary, missing_text, reports, summary, summary_text
 from stagewatch.monitor.text import Style
 from stagewatch.monitor.watch import Watch
 
@@ -114,13 +114,7 @@ class Teller:
 
     def missing(self) -> list[str]:
         """What of the recordings could not be used."""
-        told: list[str] = []
-        if self._missing.damaged_bytes or self._missing.unreadable_entries:
-            told.append(
-                f"journal: {self._missing.damaged_bytes} bytes are torn or damaged and "
-                f"{self._missing.unreadable_entries} entries cannot be read: left out"
-            )
-        return told + [why for source in self._recordings.sources for why in source.left_out()]
+        return missing_text(self._missing, self._recordings)
 
     # ---- passes
 

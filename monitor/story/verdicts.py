@@ -7,6 +7,8 @@ import msgspec
 
 from stagewatch.monitor.engine import CONSISTENT, DIVERGED
 from stagewatch.monitor.incidents import Report, Severity, report
+from stagewatch.monitor.replay import Missing
+from stagewatch.monitor.sources import Recordings
 from stagewatch.monitor.text import Style, incident_text, wrapped
 from stagewatch.monitor.watch import Watch
 
@@ -56,6 +58,17 @@ def _reasons(found: Summary) -> str:
     return ", ".join(
         f"{rows} {reason.replace('_', ' ')}" for reason, rows in sorted(found.indeterminate.items())
     )
+
+
+def missing_text(missing: Missing, recordings: Recordings) -> list[str]:
+    """What of the recordings could not be used, in lines."""
+    told: list[str] = []
+    if missing.damaged_bytes or missing.unreadable_entries:
+        told.append(
+            f"journal: {missing.damaged_bytes} bytes are torn or damaged and "
+            f"{missing.unreadable_entries} entries cannot be read: left out"
+        )
+    return told + [why for source in recordings.sources for why in source.left_out()]
 
 
 def summary_text(found: Summary, style: Style, *, names_engine: bool) -> str:
