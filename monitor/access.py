@@ -25,6 +25,7 @@ OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 """Tell nothing but that we are there, and need no token."""
 REQUESTS_MAX: Final = 32
 """Requests of one token that are answered at the same time; streams have a limit of their own."""
+INCIDENT_ID: Final = r"^[0-9a-f]{16}$"
 STREAMS: Final = frozenset({"/v1/events", "/v1/ingest"})
 _SCOPES: Final = {"/v1/ingest": Scope.INGEST, "/v1/tokens": Scope.ADMIN}
 """What a path needs, where that is not `Scope.READ`."""

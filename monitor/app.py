@@ -15,10 +15,11 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stagewatch.monitor import store
-from stagewatch.monitor.access import Access, answer, error, grant_of, may_see, too_many
+from stagewatch.monitor.access import INCIDENT_ID, Access, answer, error, grant_of, may_see, too_many
 from stagewatch.monitor.auth import Lease, Leases
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.events import Reader
+from stagewatch.monitor.evidence import add_evidence
 from stagewatch.monitor.headers import with_headers
 from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.openapi import complete, documented, failing, text_of
@@ -31,7 +32,6 @@ from stagewatch.monitor.tokens import Grant
 
 log = logging.getLogger("stagewatch.collector")
 
-INCIDENT_ID: Final = r"^[0-9a-f]{16}$"
 REVOKED_LOOK_S: Final = 1.0
 """How often tokens are looked at for the sake of what they opened."""
 _BROKEN_OFF: Final = {1003: "malformed", 1009: "frame_too_long"}
@@ -98,6 +98,7 @@ def create_app(collector: Collector) -> FastAPI:
 
     _add_health(app, collector)
     _add_incidents(app, collector)
+    add_evidence(app, collector)
     _add_events(app, collector, leases)
     _add_engines(app, collector)
     _add_tokens(app, collector, leases)

@@ -222,7 +222,9 @@ def number_of(path: Path) -> int:
 
 
 def segments_in(directory: Path) -> list[Path]:
-    """The segments of a journal, oldest first."""
+    """The segments of a journal, oldest first; a file stands for itself."""
+    if directory.is_file():
+        return [directory]
     return sorted(path for path in directory.glob("*.journal") if path.stem.isdigit() and path.is_file())
 
 

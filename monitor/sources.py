@@ -1,4 +1,4 @@
-"""What can be replayed, and how it is found: traces, rings, dumps, and a collector's journal."""
+"""What can be replayed, and how it is found: traces, rings, dumps, bundles, and a collector's journal."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,15 @@ from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Record
 from stagewatch.agents.ring import RingReader
 from stagewatch.agents.tail import Privacy
+from stagewatch.monitor.bundlefile import Bundle, is_bundle
 from stagewatch.monitor.journal import segments_in
 from stagewatch.monitor.traces import TraceFile, TraceReader, identities, trace_file
 
 _BATCH_RECORDS: Final = 4096
-_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst", ".zip")
-_KINDS: Final = "a trace (NAME.rankN.jsonl), a ring (NAME.ring), a dump, or a collector's data directory"
+_COMPRESSED: Final = (".gz", ".xz", ".bz2", ".zst")
+_KINDS: Final = (
+    "a trace (NAME.rankN.jsonl), a ring (NAME.ring), a dump, a bundle, or a collector's data directory"
+)
 
 
 class SourceError(StagewatchError):
@@ -139,7 +142,9 @@ class Recordings:
     left_out: tuple[str, ...]
     """Files of a directory that this build cannot read, each with the reason."""
     journals: tuple[Path, ...]
-    """Directories of a collector's journal, which holds all ranks in the order of arrival."""
+    """Directories of a collector's journal, which holds all ranks in the order of arrival; or segments of one."""
+    bundles: tuple[Bundle, ...] = ()
+    """Bundles whose evidence is among the journals, kept open."""
 
 
 def open_recordings(paths: Sequence[Path], *, raw: bool = False) -> Recordings:
@@ -151,9 +156,12 @@ def open_recordings(paths: Sequence[Path], *, raw: bool = False) -> Recordings:
     try:
         journals = tuple(found for path in paths if (found := _journal_in(path)) is not None)
         rest = [path for path in paths if _journal_in(path) is None]
+        bundles = tuple(Bundle.open(path) for path in rest if path.is_file() and is_bundle(path))
+        rest = [path for path in rest if not (path.is_file() and is_bundle(path))]
+        journals += tuple(bundle.evidence for bundle in bundles)
         if not rest:
-            return Recordings((), (), journals)
-        return replace(_Opening(rest, raw).recordings(), journals=journals)
+            return Recordings((), (), journals, bundles)
+        return replace(_Opening(rest, raw).recordings(), journals=journals, bundles=bundles)
     except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
