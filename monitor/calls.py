@@ -37,8 +37,8 @@ class Entry:
 
     @property
     def size(self) -> str:
-        """For people: what, and how many elements."""
-        return f"{self.what} of {self.numel}"
+        """For people: what, and how many elements where that is known."""
+        return f"{self.what} of {self.numel}" if self.numel >= 0 else self.what
 
 
 class Names:

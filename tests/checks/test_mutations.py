@@ -32,6 +32,7 @@ from stagewatch.monitor.checks import (
     rank_unarmed,
     registry,
     stall,
+    waits,
 )
 from stagewatch.monitor.checks import payload_mismatch as payload
 
@@ -278,7 +279,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         ],
     ),
     "stall: who waits for the others is not who did not come": (
-        replacing(stall, "_owed", lambda *_: iter(())),
+        replacing(stall, "owed_calls", lambda *_: iter(())),
         [method(test_stalls, "test_a_peer_that_does_not_enter_its_stages_collective")],
     ),
     "stall: calls of replicas of which some are lost are not counted": (
@@ -343,7 +344,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         replacing(stall, "_entered", lambda *_: False),
         [method(LIVE, "test_an_idle_engine_is_not_stalled")],
     ),
-    "stall: the usual order": (replacing(stall, "_unusual", lambda _: False), [fault("order-swapped")]),
+    "stall: the usual order": (replacing(waits, "_unusual", lambda _: False), [fault("order-swapped")]),
 }
 
 

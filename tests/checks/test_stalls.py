@@ -160,6 +160,27 @@ def test_what_is_owed_its_size_on_each_rank_and_who_joined_are_told(pp: int) -> 
     assert shown == {0: "not entered", **dict.fromkeys(range(1, pp), "pp_broadcast broadcast int64 of 48")}
 
 
+def test_ranks_that_wait_for_each_other_are_told_as_such_where_the_right_order_was_never_seen() -> None:
+    """GIVEN a first broadcast that rank 0 enters before it sends, THEN nobody is said not to have come who waits."""
+    story = Halted(pp=2)
+    story.step(prefill())
+    for index in range(2):
+        story.enter(index, "receive", "send")
+    story.step(Row())
+    story.enter(0, "broadcast")
+    story.enter(1, "receive")
+    _, incident = story.halted()
+    assert (incident.check, incident.blamed, incident.ranks) == ("stall", (), (0, 1))
+    assert (
+        "rank 0 waits in pp_broadcast broadcast int64 of 8 of step 2, rank 1 waits in pp_p2p receive float32 of "
+        "step 2: each for another that waits" in incident.chain[0].text
+    )
+    assert {value.rank: value.text for value in incident.values} == {
+        0: "pp_broadcast broadcast int64 of 8",
+        1: "pp_p2p receive float32",
+    }
+
+
 @pytest.mark.parametrize("late", [0, 30])
 def test_idle_replicas_whose_first_records_are_gone_are_not_stalled(late: int) -> None:
     """GIVEN sidecars that came when rings had been overrun, THEN calls shared with other replicas cannot be counted."""
