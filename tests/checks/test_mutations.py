@@ -341,7 +341,7 @@ RULES: dict[str, tuple[Mutation, list[Test]]] = {
         [method(test_checks.TestInputDivergence, "test_whoever_does_not_feed_its_own_state_is_blamed", 0)],
     ),
     "stall: an idle engine": (
-        replacing(stall, "_entered", lambda *_: False),
+        replacing(waits, "_entered", lambda *_: False),
         [method(LIVE, "test_an_idle_engine_is_not_stalled")],
     ),
     "stall: the usual order": (replacing(waits, "_unusual", lambda _: False), [fault("order-swapped")]),
