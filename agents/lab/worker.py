@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,6 +58,8 @@ def run_rank(
             started_ns=started_ns,
         )
         probe = arm(identity, settings)
+        # A rank that waits in a call says so as the engine's does: from another thread.
+        threading.Thread(target=_beat, args=(probe, settings.heartbeat_s), daemon=True).start()
     recorder = LabRecorder([probe], (rank,), config.pp) if probe is not None else None
     block = Block(config.stage_config(), (rank,), fault, recorder)
     vocabulary = Vocabulary(config.vocab_size, config.spec_tokens, config.seed, stops=False)
@@ -76,6 +80,12 @@ def run_rank(
     if probe is not None:
         probe.close()
     transport.close()
+
+
+def _beat(probe: Probe, every_s: float) -> None:
+    while probe.armed:
+        time.sleep(every_s)
+        probe.heartbeat()
 
 
 class _Worker:

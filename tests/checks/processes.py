@@ -1,19 +1,41 @@
-"""Process faults against the watch: a simulated run delivered by its courier, and what must come of it."""
+"""Process faults against the watch: a simulated run delivered by its courier, and what must come of any run."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from simulated import DIGESTER
 
 from stagewatch.agents.evidence import Evidence, digest_records
-from stagewatch.agents.identity import Rank
+from stagewatch.agents.identity import Rank, Sizes
 from stagewatch.agents.lab.delivery import Courier
-from stagewatch.agents.lab.fault import Plan
+from stagewatch.agents.lab.fault import Injection, Plan
 from stagewatch.agents.lab.faults_process import ProcessFault
 from stagewatch.agents.lab.simulator import SimConfig, Simulator
 from stagewatch.monitor.engine import CONSISTENT
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.watch import Watch
+
+Found = list[tuple[str, tuple[int, ...]]]
+"""(check, ranks) of incidents, sorted."""
+
+
+class Watched(Protocol):
+    """What became of a run, simulated or real."""
+
+    @property
+    def fault(self) -> ProcessFault: ...
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def injections(self) -> Sequence[Injection]: ...
+    @property
+    def found(self) -> Found: ...
+    @property
+    def blamed(self) -> set[int]: ...
+    @property
+    def verdicts(self) -> Counter[str]: ...
 
 
 @dataclass
@@ -24,6 +46,8 @@ class Delivered:
     watch: Watch
     told: list[Incident] = field(default_factory=list)
     """Incidents as they were when they opened or rose."""
+    seconds: list[float] = field(default_factory=list)
+    """From the moment the fault struck to that, for each of them."""
 
     @property
     def fault(self) -> ProcessFault:
@@ -31,15 +55,15 @@ class Delivered:
         return self.sim.fault
 
     @property
-    def struck(self) -> tuple[int, ...]:
-        """Numbers of the ranks struck."""
-        sizes = self.sim.sizes
-        ranks = self.fault.struck(sizes)
-        return tuple(sorted((rank.dp * sizes.pp + rank.pp) * sizes.tp + rank.tp for rank in ranks))
+    def sizes(self) -> Sizes:
+        return self.sim.sizes
 
     @property
-    def found(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(check, ranks) of every incident."""
+    def injections(self) -> Sequence[Injection]:
+        return self.fault.injections
+
+    @property
+    def found(self) -> Found:
         return sorted((incident.check, incident.ranks) for incident in self.watch.incidents())
 
     @property
@@ -52,11 +76,6 @@ class Delivered:
         for state in self.watch.states():
             counts.update({verdict: rows for verdict, rows in state.verdicts.items() if rows})
         return counts
-
-    @property
-    def expected(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Incidents that the fault's own outcome names, each of all struck ranks."""
-        return sorted((check, self.struck) for check in self.fault.OUTCOME.checks)
 
 
 def process_plan(
@@ -73,10 +92,12 @@ def deliver(config: SimConfig) -> Delivered:
     identities = sim.identities()
     journal: list[tuple[Rank, Evidence, int]] = []
     run = Delivered(sim, Watch())
+    struck_ns = 0
     for identity in identities.values():
         run.watch.hello(identity, 10**9)
     for delivery in Courier(sim).deliveries():
         now_ns = delivery.now_ns
+        struck_ns = struck_ns or (now_ns if run.injections else 0)
         if delivery.collector_restarts:
             run.watch = Watch()
             for identity in identities.values():
@@ -85,29 +106,49 @@ def deliver(config: SimConfig) -> Delivered:
                 run.watch.take(identities[rank].instance, rank, evidence, -1.0, heard_ns)
         for rank in delivery.sidecar_restarts:
             run.watch.hello(identities[rank], now_ns)
+        changes = []
         for rank, own in delivery.records.items():
             evidence = digest_records(own, identities[rank], DIGESTER, lost=delivery.lost.get(rank, 0))
             journal.append((rank, evidence, now_ns))
-            changes = run.watch.take(identities[rank].instance, rank, evidence, -1.0, now_ns)
-            run.told += [change.incident for change in changes if change.kind != "updated"]
-        changes = run.watch.tick(now_ns)
-        run.told += [change.incident for change in changes if change.kind != "updated"]
+            changes += run.watch.take(identities[rank].instance, rank, evidence, -1.0, now_ns)
+        changes += run.watch.tick(now_ns)
+        told = [change.incident for change in changes if change.kind != "updated"]
+        run.told += told
+        run.seconds += [(now_ns - struck_ns) / 1e9] * len(told)
     run.watch.finish()
     return run
 
 
-def wrong(run: Delivered) -> list[str]:
+def struck(fault: ProcessFault, sizes: Sizes) -> tuple[int, ...]:
+    """Numbers of the ranks struck."""
+    return tuple(sorted((rank.dp * sizes.pp + rank.pp) * sizes.tp + rank.tp for rank in fault.struck(sizes)))
+
+
+def expected(fault: ProcessFault, sizes: Sizes) -> Found:
+    """Incidents that the fault's own outcome names, each of all struck ranks."""
+    return sorted((check, struck(fault, sizes)) for check in fault.OUTCOME.checks)
+
+
+def wrong(run: Watched) -> list[str]:
     """In words, all in which what came of a run differs from what its fault says must come of it."""
-    outcome, verdicts = run.fault.OUTCOME, run.verdicts
+    outcome, verdicts, must = run.fault.OUTCOME, run.verdicts, expected(run.fault, run.sizes)
     found = []
-    if not run.fault.injections:
+    if not run.injections:
         found.append("the fault found no opportunity")
-    if run.found != run.expected:
-        found.append(f"found {run.found}, expected {run.expected}")
+    if run.found != must:
+        found.append(f"found {run.found}, expected {must}")
     if run.blamed:
         found.append(f"blamed {run.blamed}: a dead process is no culprit")
+    if not verdicts[CONSISTENT]:
+        found.append("nothing was compared")
     if verdicts.keys() - {CONSISTENT} - {*outcome.reasons}:
         found.append(f"verdicts {dict(verdicts)}, allowed are {outcome.reasons}")
-    if outcome.reasons and not verdicts.keys() & {*outcome.reasons}:
-        found.append(f"verdicts {dict(verdicts)}, none of {outcome.reasons} among them")
     return found
+
+
+def unexplained(run: Watched) -> list[str]:
+    """In words, whether the rows that the fault kept from being compared are missing among the verdicts."""
+    reasons, verdicts = run.fault.OUTCOME.reasons, run.verdicts
+    if reasons and not verdicts.keys() & {*reasons}:
+        return [f"verdicts {dict(verdicts)}, none of {reasons} among them"]
+    return []
