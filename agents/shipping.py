@@ -8,7 +8,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,7 +25,7 @@ from stagewatch.agents.errors import FrameError, SettingsError
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.tail import Tail
 from stagewatch.agents.tls import NO_TLS_FILES, ClientTls, told
-from stagewatch.agents.wire import Ack, Hello, Refusal, Welcome
+from stagewatch.agents.wire import Ack, Freeze, Frozen, Hello, Refusal, Welcome
 
 log = logging.getLogger("stagewatch.sidecar")
 
@@ -33,6 +34,8 @@ RETRY_S_MAX: Final = 10.0
 SETTLED_S: Final = 30.0
 """A connection that served for so long makes up for the times we were out of step before it."""
 ANSWER_BYTES_MAX: Final = 1 << 20
+
+ANSWERS_MAX: Final = 1024
 
 TailKey = tuple[str, Rank]
 
@@ -78,9 +81,18 @@ def is_exposed(url: str) -> bool:
 class Shipper:
     """Sends the tails' frames and hands them the answers. ``tails`` may change at any time."""
 
-    def __init__(self, destination: Destination, tails: Mapping[TailKey, Tail]) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        tails: Mapping[TailKey, Tail],
+        on_freeze: Callable[[Tail, Freeze], None] | None = None,
+    ) -> None:
         self._destination = destination
         self._tails = tails
+        self._on_freeze = on_freeze
+        """Who freezes windows; None where nobody does, and the collector is not to ask."""
+        self._answers: deque[bytes] = deque(maxlen=ANSWERS_MAX)
+        """What was frozen, still to be said. Lost with the connection: the collector asks again on the next."""
         self._wake = asyncio.Event()
         self._greeted: set[Tail] = set()
         """Whose hello was said on this connection. A ring that is replaced is another tail of the same rank."""
@@ -89,6 +101,11 @@ class Shipper:
         self._out_of_step = 0
         """Connections given up since the last that served long, because the collector was elsewhere than we."""
         self._connected_at = 0.0
+
+    def say(self, frozen: Frozen) -> None:
+        """Answer a `Freeze`."""
+        self._answers.append(wire.encode_frame(frozen))
+        self._wake.set()
 
     def wake(self) -> None:
         """There are new tails or frames."""
@@ -101,6 +118,7 @@ class Shipper:
             for tail in self._tails.values():
                 tail.disconnected()
             self._greeted.clear()
+            self._answers.clear()
             # Full jitter: many sidecars must not come back to a restarted collector all at once.
             await asyncio.sleep(random.uniform(0.2, 1.0) * self._retry_s)  # noqa: S311
             self._retry_s = min(self._retry_s * 2, RETRY_S_MAX)
@@ -137,11 +155,15 @@ class Shipper:
             for tail in list(self._tails.values()):
                 if tail not in self._greeted:
                     self._greeted.add(tail)
-                    await connection.send(wire.encode_frame(Hello(wire.PROTOCOL, tail.identity)))
+                    hello = Hello(wire.PROTOCOL, tail.identity, self._on_freeze is not None)
+                    await connection.send(wire.encode_frame(hello))
                 held = tail.unsent()
                 if held is not None:
                     busy = True
                     await connection.send(held.message)
+            while self._answers:
+                busy = True
+                await connection.send(self._answers.popleft())
             if not busy:
                 await self._wake.wait()
 
@@ -156,7 +178,9 @@ class Shipper:
             self._wake.set()
         raise _Reconnect("the collector closed the connection")
 
-    def _answer(self, frame: wire.Downward) -> None:
+    def _answer(self, frame: wire.Downward | None) -> None:
+        if frame is None:
+            return  # what only later builds know is not meant for us
         tail = self._tails.get((frame.instance, frame.rank)) if frame.rank is not None else None
         if isinstance(frame, Refusal):
             self._refused(frame, tail)
@@ -166,6 +190,8 @@ class Shipper:
             tail.welcome(frame.next_seq)
         elif tail is not None and isinstance(frame, Ack):
             tail.acknowledge(frame.next_seq)
+        elif tail is not None and isinstance(frame, Freeze) and self._on_freeze is not None:
+            self._on_freeze(tail, frame)
 
     def _refused(self, refusal: Refusal, tail: Tail | None) -> None:
         if tail is None:

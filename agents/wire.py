@@ -40,6 +40,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     protocol: int
     identity: Identity
+    freezes: bool = False
+    """Whether the sidecar takes a `Freeze`; one that does not say so would break off the connection over it."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -87,9 +89,37 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """Of a batch refused for good, one past its last record: go on from there and count it as lost."""
 
 
+class Freeze(msgspec.Struct, frozen=True, tag="freeze"):
+    """An incident turned critical: keep what the rank's ring holds around it, before it is overwritten."""
+
+    instance: str
+    rank: Rank
+    incident: str
+    """Its id, 16 hex digits."""
+    first_step: int
+    """The first bad step."""
+    through_step: int
+    """The newest step known when it turned critical."""
+
+
+class Frozen(msgspec.Struct, frozen=True, tag="frozen"):
+    """Answers a `Freeze`: where the window lies."""
+
+    instance: str
+    rank: Rank
+    incident: str
+    path: str
+    """Of a dump on the sidecar's node; empty where there is none."""
+    first_step: int
+    last_step: int
+    failure: str = ""
+    """Why there is none."""
+
+
 Upward = Hello | Batch
-"""Frames from the sidecar."""
-Downward = Welcome | Ack | Refusal
+"""Frames from the sidecar that are journalled."""
+FromSidecar = Upward | Frozen
+Downward = Welcome | Ack | Refusal | Freeze
 """Frames from the collector."""
 
 
@@ -118,6 +148,7 @@ LIMITS: Final = {
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _upward: Final = msgspec.msgpack.Decoder(Upward)
+_from_sidecar: Final = msgspec.msgpack.Decoder(FromSidecar)
 _downward: Final = msgspec.msgpack.Decoder(Downward)
 
 _PARTS: Final[dict[str, type[Block]]] = {
@@ -130,27 +161,55 @@ _PARTS: Final[dict[str, type[Block]]] = {
 }
 
 
-def encode_frame(frame: Upward | Downward) -> bytes:
+class _Tagged(msgspec.Struct, frozen=True):
+    """Any frame, for its tag alone."""
+
+    type: str
+
+
+_any: Final = msgspec.msgpack.Decoder(_Tagged)
+_DOWNWARD_TAGS: Final = frozenset({"welcome", "ack", "refusal", "freeze"})
+
+
+def encode_frame(frame: FromSidecar | Downward) -> bytes:
     """A frame as the bytes of one WebSocket message."""
     return _encoder.encode(frame)
 
 
 def decode_upward(message: bytes, limits: Limits) -> Upward:
+    """A sidecar's frame of those that are journalled. Raises FrameError."""
+    return cast(Upward, _decoded(_upward, message, limits))
+
+
+def decode_from_sidecar(message: bytes, limits: Limits) -> FromSidecar:
     """A sidecar's frame. Raises FrameError."""
+    return cast(FromSidecar, _decoded(_from_sidecar, message, limits))
+
+
+def _decoded(decoder: Any, message: bytes, limits: Limits) -> Any:
     if len(message) > limits.frame_bytes:
         raise FrameLimitError(f"frame of {len(message)} bytes exceeds {limits.frame_bytes}", "frame_too_long")
     try:
-        return _upward.decode(message)
+        return decoder.decode(message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FrameError(f"malformed frame: {error}") from None
 
 
-def decode_downward(message: bytes) -> Downward:
-    """A collector's frame. Raises FrameError."""
+def decode_downward(message: bytes) -> Downward | None:
+    """A collector's frame; None for one of a kind that only later builds know. Raises FrameError."""
     try:
         return _downward.decode(message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        if _tag_of(message) not in ("", *_DOWNWARD_TAGS):
+            return None
         raise FrameError(f"malformed frame: {error}") from None
+
+
+def _tag_of(message: bytes) -> str:
+    try:
+        return _any.decode(message).type
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
 
 
 def batch_of(identity: Identity, evidence: Evidence, margin_s: float) -> Batch:
