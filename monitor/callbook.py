@@ -11,6 +11,7 @@ from stagewatch.monitor.ordinals import Shift
 STEPS_KEPT: Final = 4
 """Steps of calls kept per rank."""
 KINDS_MAX: Final = 64
+ORDERS_MAX: Final = 256
 
 Kind = tuple[str, str]
 
@@ -24,6 +25,8 @@ class CallBook:
         self._names: Final = names
         self._recent: list[Calls] = []
         self._before: dict[int, frozenset[int]] = {}
+        self._orders: set[bytes] = set()
+        """Orders of calls noted already."""
         self._learnt_to = 0
         self._last_shared: Entry | None = None
 
@@ -73,12 +76,21 @@ class CallBook:
         return np.array([code for code, text in texts if text.startswith(ACROSS_REPLICAS)], np.int64)
 
     def _learn(self, recent: Calls, newest: int) -> None:
-        """Note the order of one finished step per batch of calls: enough to know what is usual, and cheap."""
-        last = int(recent.step[recent.step < newest].max(initial=0))
-        if last <= self._learnt_to:
+        """Note the order of every step that is finished, each once: however calls are batched, the same is usual."""
+        first, end = np.searchsorted(recent.step, [self._learnt_to + 1, newest])
+        if first >= end:
             return
-        self._learnt_to = last
-        codes = recent.code[recent.step == last].tolist()
+        self._learnt_to = newest - 1
+        steps, codes = recent.step[first:end], recent.code[first:end]
+        for part in np.split(codes, np.flatnonzero(np.diff(steps)) + 1):
+            order = part.tobytes()
+            if order in self._orders:
+                continue  # of nearly all steps
+            if len(self._orders) < ORDERS_MAX:
+                self._orders.add(order)
+            self._note(part.tolist())
+
+    def _note(self, codes: list[int]) -> None:
         for place, code in enumerate(codes):
             if code in codes[:place]:
                 continue

@@ -1,6 +1,7 @@
 """Engines that stopped in the middle of a step: who did not come, what is owed, its size on each rank, and for whom."""
 
 import msgspec
+import numpy as np
 import pytest
 from simulated import Run, beat, hello, take
 from stories import DIGESTER, Row, S, Sent, Story, prefill
@@ -9,6 +10,8 @@ from stagewatch.agents.evidence import digest_records
 from stagewatch.agents.lab.simulator import SimConfig
 from stagewatch.agents.probe import Health
 from stagewatch.agents.record import Collective, Heartbeat, Kind, Record
+from stagewatch.monitor.callbook import CallBook
+from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.watch import Watch
 
@@ -179,6 +182,23 @@ def test_ranks_that_wait_for_each_other_are_told_as_such_where_the_right_order_w
         0: "pp_broadcast broadcast int64 of 8",
         1: "pp_p2p receive float32",
     }
+
+
+def test_what_is_usual_does_not_depend_on_how_calls_were_batched() -> None:
+    """GIVEN steps of different orders, WHEN they come at once or call by call THEN the same came always first."""
+    names = Names()
+    texts = ["pp_p2p send a", "pp_broadcast broadcast b", "tp all_reduce c"]
+    codes = names.codes([texts[at] for at in (0, 1, 2, 2, 0, 1, 0, 1, 1, 0)])
+    steps = np.array([1, 1, 2, 3, 3, 3, 5, 5, 9, 9])
+    calls = Calls(steps, codes, np.ones(10, np.int64), np.arange(10))
+    at_once, one_by_one = CallBook(names), CallBook(names)
+    at_once.add(calls)
+    for place in range(len(calls)):
+        one_by_one.add(calls.where(np.arange(len(calls)) == place))
+    assert at_once.before == one_by_one.before
+    # the newest step, which is in another order, may not have ended
+    assert at_once.before[("pp_broadcast", "broadcast")] == {("pp_p2p", "send")}
+    assert at_once.before[("pp_p2p", "send")] == set()
 
 
 @pytest.mark.parametrize("late", [0, 30])
