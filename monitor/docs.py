@@ -109,7 +109,8 @@ def parquet_page() -> str:
         f"{SCHEMA_VERSION}, as",
         "`stagewatch.schema` in each file's metadata says; it rises when a column goes or changes its meaning.",
         "Times are UTC, with nanoseconds. Digests are keyed: equal tokens have equal digests within one recording",
-        "and under one key, and nowhere else; as text they are 16 hex digits. `links` and `values` are lists of structures.",
+        "and under one key, and nowhere else; as text they are 16 hex digits. `links` and `values` are lists of",
+        "structures.",
     ]
     for table in TABLES:
         rows = (

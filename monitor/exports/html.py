@@ -130,11 +130,11 @@ class HtmlExporter:
                 f"<p>{escape(f'{identity.engine} {identity.engine_version}'.strip())}, deployment "
                 f"{escape(identity.deployment)}: {sizes.pp} stages of {sizes.tp} TP ranks, {sizes.dp} replicas.</p>"
             )
-            yield self._lattice(key, pictures[key], 0, _STEPS_MAX * _STEPS_MAX, 0)
+            yield self._lattice(key, pictures[key], 0, _STEPS_MAX * _STEPS_MAX, None)
         yield _LEGEND
 
     def _lattice(
-        self, key: tuple[str, int], shown: Showing | None, first: int, last: int, marked: int
+        self, key: tuple[str, int], shown: Showing | None, first: int, last: int, incident: Incident | None
     ) -> str:
         identity = next(iter(self._ranks[key].values()))
         sizes = identity.sizes
@@ -151,8 +151,9 @@ class HtmlExporter:
             f"Lattice of steps {columns[0].first} to {columns[-1].last}: ranks differ from the last stage in "
             f"{differing} of {len(columns)} columns"
         )
-        about = f"Lattice around step {marked}" if marked else "Lattice of the whole recording"
-        return _scrolled(f"{about}, {key[0]} replica {key[1]}", lattice_svg(columns, names, title, marked))
+        marked = incident.first_bad_step if incident is not None else 0
+        about = f"around {incident.id}" if incident is not None else f"of {key[0]}, replica {key[1]}"
+        return _scrolled(f"Lattice {about}", lattice_svg(columns, names, title, marked))
 
     def _incident(
         self,
@@ -181,7 +182,7 @@ class HtmlExporter:
         yield from _divergence(incident, lives.get(incident.id))
         if key in pictures:
             yield "<h3>Where it began</h3>"
-            yield self._lattice(key, pictures[key], max(step - BEFORE, 0), step + AFTER, step)
+            yield self._lattice(key, pictures[key], max(step - BEFORE, 0), step + AFTER, incident)
         yield f"<h3>What to do</h3><p>{escape(incident.remedy)}</p></section>"
 
 

@@ -18,7 +18,7 @@ def export(capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture(scope="session")
 def faulty_run() -> Run:
     """A run with the founding fault."""
-    return Run(plan("old-mask", from_step=3, requests=14))
+    return Run(plan("old-mask", from_step=3, requests=30))
 
 
 @pytest.fixture(scope="session")
