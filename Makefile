@@ -81,7 +81,7 @@ format: setup ## rewrite the code as `make lint` wants it
 
 docs: setup ## rewrite the parts of docs/ that are generated from the code
 	$(BIN)/python -m stagewatch.monitor.docs
-	$(BIN)/python -m stagewatch.monitor.checkdocs
+	$(BIN)/python -m stagewatch.monitor.checkdocs > docs/checks.md
 	$(BIN)/python -m stagewatch.dashboards
 
 demo: setup ## watch a real pipeline desynchronise and be caught

@@ -7,6 +7,9 @@ import sys
 import textwrap
 from typing import Final
 
+from stagewatch.agents.lab.fault import Fault
+from stagewatch.agents.lab.faults import REGISTRY
+from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY
 from stagewatch.monitor.checks import registry
 from stagewatch.monitor.checks.base import ChunkCheck, RowCheck
 from stagewatch.monitor.checks.liveness import LivenessCheck
@@ -30,9 +33,13 @@ INVARIANTS: Final = {
     "I16": "counts, ids and positions lie in their ranges",
     "I17": "every rank goes on",
 }
-"""Every invariant of the field notes. A check names the one it holds."""
+"""Every invariant of the field notes. A check names the one it holds, a fault those it breaks."""
 
 NOT_OBSERVABLE: Final = {
+    "I8": (
+        "Updates that reach a slot's next owner are seen. Writes of a batch without a request are not: a dummy batch "
+        "has no row to record, and where it writes KV is decided inside the model (vLLM PR 56734)."
+    ),
     "I12": (
         "No adapter sees it. Where a recurrent state is committed is decided inside the model's own kernels and "
         "metadata builders, which differ by model and pass through none of the callables that vLLM's stages share. "
@@ -45,6 +52,11 @@ NOT_OBSERVABLE: Final = {
         "one. A hand-off of drafts that differ between ranks is found as draft-block."
     ),
 }
+
+INVARIANTS_HEAD: Final = """\
+The faults are those of the lab that break it, by the names of `python -m stagewatch.agents.lab faults`; first those
+that break it before any other. What finds each, and in how many steps: [confusion-matrix.md](confusion-matrix.md).
+"""
 
 HEAD: Final = """\
 # Checks
@@ -65,12 +77,16 @@ chain names the first requests it harms. Findings of one step are told causes fi
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [HEAD, "## Invariants", "", "| | what must hold | checks |", "|---|---|---|"]
+    parts = [HEAD, "## Invariants", "", INVARIANTS_HEAD, "| | what must hold | checks | faults |"]
+    parts.append("|---|---|---|---|")
     for name, text in INVARIANTS.items():
-        held = ", ".join(f"[{check}](#{check})" for check in holding(name)) or "not observable, see below"
-        parts.append(f"| {name} | {text} | {held} |")
+        held = [f"[{check}](#{check})" for check in holding(name)]
+        if name in NOT_OBSERVABLE:
+            held.append("part of it is not observable, see below" if held else "not observable, see below")
+        parts.append(f"| {name} | {text} | {', '.join(held)} | {', '.join(breaking(name)) or 'see below'} |")
     parts += ["", "## What cannot be observed", ""]
     parts += [f"- **{name}**: {' '.join(text.split())}" for name, text in NOT_OBSERVABLE.items()]
+    parts += [f"- **{name}** {_control(fault)}" for name, fault in REGISTRY.items() if fault.UNSEEN]
     parts += [
         "- **Repetition and acceptance** are symptoms, kept as statistics beside an engine's verdicts. They",
         "  never raise an incident: acceptance collapses where all ranks agree, and looks normal where they do not.",
@@ -85,6 +101,22 @@ def page() -> str:
 def holding(invariant: str) -> list[str]:
     """Names of the checks that hold an invariant."""
     return [check.NAME for _, section in _sections() for check in section if invariant == check.INVARIANT]
+
+
+def breaking(invariant: str) -> list[str]:
+    """Names of the lab's faults that break an invariant, those that break it first at the front."""
+    faults = {**REGISTRY, **PROCESS_REGISTRY}
+    found = [name for name, fault in faults.items() if invariant in fault.INVARIANTS]
+    return sorted(found, key=lambda name: faults[name].INVARIANTS.index(invariant) > 0)
+
+
+def _control(fault: type[Fault]) -> str:
+    cases = ", ".join(map(str, fault.CASES))
+    return f"(case {cases}), a fault of the lab that must stay silent: {fault.DESCRIPTION}. {_sentence(fault.UNSEEN)}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 Check = type[LivenessCheck] | type[ChunkCheck] | type[RowCheck]

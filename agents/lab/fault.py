@@ -88,6 +88,8 @@ class Fault:
     INVARIANTS: ClassVar[tuple[str, ...]] = ()
     """Invariants it breaks, the first one first; none: the ranks go on agreeing."""
     DESCRIPTION: ClassVar = "nothing wrong"
+    UNSEEN: ClassVar[str] = ""
+    """Why nothing that is recorded shows it, where it breaks no invariant that ranks could be compared by."""
     WHERE: ClassVar = Where.ALL
     WEDGES: ClassVar = False
     """Whether it ends in ranks that wait for each other for ever."""

@@ -3,16 +3,16 @@
 from typing import Final
 
 from stagewatch.agents.identity import Sizes
-from stagewatch.agents.lab import faults_group, faults_stage
+from stagewatch.agents.lab import faults_agreed, faults_group, faults_stage
 from stagewatch.agents.lab.fault import Fault, FaultError, Injection, Plan, Where
 from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY
 
 __all__ = ["REGISTRY", "Fault", "FaultError", "Injection", "Plan", "Where", "make_fault"]
 
 REGISTRY: Final[dict[str, type[Fault]]] = {
-    fault.NAME: fault for fault in (*faults_stage.FAULTS, *faults_group.FAULTS)
+    fault.NAME: fault for fault in (*faults_stage.FAULTS, *faults_group.FAULTS, *faults_agreed.FAULTS)
 }
-"""Every fault by name; the founding one first."""
+"""Every fault by name; the founding one first, and last those that leave all ranks agreed."""
 
 
 def make_fault(plan: Plan | None, sizes: Sizes, spec_tokens: int) -> Fault:

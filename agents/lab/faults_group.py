@@ -1,4 +1,4 @@
-"""Faults between ranks of a group, and of the scheduler above them; last, two that leave all ranks agreed."""
+"""Faults between ranks of a group, and of the scheduler above them."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ from stagewatch.agents.lab.batch import InputBatch
 from stagewatch.agents.lab.fault import Call, Fault, Where
 from stagewatch.agents.lab.messages import I32, Bool
 from stagewatch.agents.lab.scheduler import Scheduler
-from stagewatch.agents.lab.stage import Block, Sampled
+from stagewatch.agents.lab.stage import Block
 
 _PP2: Final = Sizes(1, 2, 1)
 _TP2: Final = Sizes(1, 1, 2)
@@ -285,40 +285,6 @@ def replace_value(one: Fingerprint, name: str, value: str) -> Fingerprint:
     return Fingerprint(name, value) if one.name == name else one
 
 
-class DrafterUninitialised(Fault):
-    """Ranks agree and acceptance collapses: a control that must stay silent."""
-
-    NAME = "drafter-uninitialised"
-    CASES = (14,)
-    DESCRIPTION = "the drafter proposes garbage; every rank has the same garbage"
-    WHERE = Where.ALL
-    LEAST_SPEC_TOKENS = 1
-
-    def proposed(self, block: Block, batch: InputBatch, sampled: Sampled) -> None:
-        if self.strikes(block, block.step) is not None and sampled.drafts.shape[2]:
-            sampled.drafts[:, :, : batch.spec_tokens] = 8 + (batch.positions[0, -1] * 7) % 50
-            self.did(block.step, None)
-
-
-class StridedPrefillState(Fault):
-    """Rows after the first of a multi-row prefill read a wrong state: outputs are wrong, ranks agree."""
-
-    NAME = "strided-prefill-state"
-    CASES = (16,)
-    DESCRIPTION = "later rows of a step that prefills several read the first row's state; every rank alike"
-    WHERE = Where.ALL
-
-    def targets(self, block: Block, batch: InputBatch, targets: I32) -> I32:
-        rows = np.flatnonzero(batch.prefilling[0])[1:]
-        if self.strikes(block, block.step) is None or not len(rows):
-            return targets
-        changed = targets.copy()
-        changed[:, batch.row_end[rows] - 1] ^= 1
-        for row in rows:
-            self.did(block.step, None, block.request_ids[batch.handles[row]])
-        return changed
-
-
 FAULTS: Final[tuple[type[Fault], ...]] = (
     CadenceUnguarded,
     StaleOutputAfterPreemption,
@@ -331,6 +297,4 @@ FAULTS: Final[tuple[type[Fault], ...]] = (
     SizeMismatch,
     DummySkipped,
     DrafterLayoutDiffers,
-    DrafterUninitialised,
-    StridedPrefillState,
 )
