@@ -41,6 +41,8 @@ class Node(msgspec.Struct, frozen=True, array_like=True):
     """Records of rings that could not be read on."""
     rings_refused: int = 0
     """Files in its directory, now, that are no rings it can read."""
+    windows_dropped: int = 0
+    """Frozen windows removed because newer ones needed their room, and requests for which there was no time."""
 
 
 class Identity(msgspec.Struct, frozen=True):

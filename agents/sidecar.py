@@ -1,7 +1,8 @@
 """The sidecar: finds the rings of a node, tails all of them, ships what they hold.
 
-One event loop, three tasks: look for rings, read rings, ship frames. Reading polls, since a ring's writer must
-not be bothered with wake-ups: every `POLL_S_MIN` while records come, backing off to `POLL_S_MAX` while none do.
+One event loop, four tasks: look for rings, read rings, ship frames, have windows frozen. Reading polls, since a
+ring's writer must not be bothered with wake-ups: every `POLL_S_MIN` while records come, backing off to `POLL_S_MAX`
+while none do.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from stagewatch.agents.identity import Node
 from stagewatch.agents.ring import check_directory
 from stagewatch.agents.shipping import Destination, Shipper, TailKey
 from stagewatch.agents.tail import Privacy, Tail
+from stagewatch.agents.windows import Freezer, Windows
 
 log = logging.getLogger("stagewatch.sidecar")
 
@@ -31,6 +33,8 @@ PAUSE_PER_WORK: Final = 4.0
 """Seconds of pause for each second of CPU a round took; the pause is bounded by `POLL_S_MAX` all the same."""
 GONE_S_MAX: Final = 60.0
 """A ring whose file was removed is kept in memory for so long while it waits to be acknowledged."""
+
+FREEZE_DIR_NAME: Final = "frozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,12 @@ class SidecarSettings:
     """Bytes of unacknowledged frames held in memory, all ranks together."""
     drain_s: float
     """Seconds that an orderly end may wait for acknowledgements."""
+    freeze_bytes: int = 0
+    """Bytes of frozen windows kept on the node; 0 for none."""
+    freeze_most: int = 16
+    """Incidents whose windows are kept."""
+    freeze_dir: Path | None = None
+    """Where they are kept; None for a directory of the ring directory's."""
     health_file: Path | None = None
     """The file that shows the sidecar to be alive; see `stagewatch.agents.health`."""
 
@@ -68,7 +78,16 @@ class Sidecar:
         """Records of rings that raised an error of ours."""
         self._id: Final = token_hex(8)
         self._settings = settings
-        self._shipper = Shipper(settings.destination, self.tails)
+        self._windows = Windows(
+            Freezer(
+                settings.freeze_dir or settings.ring_dir / FREEZE_DIR_NAME,
+                settings.freeze_bytes,
+                settings.freeze_most,
+            )
+        )
+        self._shipper = Shipper(
+            settings.destination, self.tails, self._windows.ask if settings.freeze_bytes else None
+        )
         self._refused: dict[Path, _Refused] = {}
         self._broken: set[Path] = set()
         """Rings that raised an error of ours while they were read: not tried again."""
@@ -85,7 +104,13 @@ class Sidecar:
     @property
     def node(self) -> Node:
         """What the collector is told of us with every batch."""
-        return Node(self._id, self.records_removed, self.records_unreadable, self.rings_refused)
+        return Node(
+            self._id,
+            self.records_removed,
+            self.records_unreadable,
+            self.rings_refused,
+            self._windows.dropped,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Tail and ship until ``stop``, then ship what is left."""
@@ -94,6 +119,7 @@ class Sidecar:
                 group.create_task(self._scan_forever()),
                 group.create_task(self._read_forever()),
                 group.create_task(self._shipper.run()),
+                group.create_task(self._windows.run(self._shipper.say)),
             ]
             group.create_task(self._end(stop, tasks))
         for tail in self.tails.values():
@@ -107,6 +133,7 @@ class Sidecar:
         left = sum(tail.unacknowledged for tail in self.tails.values())
         if left:
             log.warning("ending with %d records unacknowledged: they stay in the rings", left)
+        self._windows.end()
         for task in tasks:
             task.cancel()
 
@@ -128,7 +155,7 @@ class Sidecar:
         else:
             self._waiting_said = False
             if self._privacy is None:
-                self._privacy = self._open_directory(directory)
+                self._privacy = self._windows.privacy = self._open_directory(directory)
         self._drop_gone()
         known = {tail.path for tail in self.tails.values() if tail.is_in_place}
         for path in self._refused.keys() - present:

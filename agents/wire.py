@@ -253,7 +253,7 @@ def evidence_of(batch: Batch, limits: Limits) -> Evidence:
 def _check_node(node: Node | None) -> None:
     if node is None:
         return
-    counts = (node.ring_removed, node.ring_unreadable, node.rings_refused)
+    counts = (node.ring_removed, node.ring_unreadable, node.rings_refused, node.windows_dropped)
     is_id = len(node.sidecar) == 16 and all(digit in "0123456789abcdef" for digit in node.sidecar)
     if not is_id or not all(0 <= count < 2**63 for count in counts):
         raise FrameError("frame tells of its sidecar what cannot be")

@@ -24,6 +24,7 @@ import msgspec
 
 from stagewatch.agents.errors import FrameError, StagewatchError
 from stagewatch.monitor.identities import fault_of
+from stagewatch.monitor.incidents import Window
 from stagewatch.monitor.journal import EntryKind, SegmentReader
 from stagewatch.monitor.restoring import identity_of
 
@@ -59,18 +60,6 @@ class Member(msgspec.Struct, frozen=True):
 
     bytes: int
     sha256: str
-
-
-class Window(msgspec.Struct, frozen=True):
-    """Where a sidecar froze what a ring held around an incident: a dump, on the node."""
-
-    rank: str
-    host: str
-    path: str
-    first_step: int
-    last_step: int
-    failure: str = ""
-    """Why there is none; empty where there is one."""
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ import msgspec
 
 from stagewatch.agents.identity import Identity
 from stagewatch.monitor import bundlefile
-from stagewatch.monitor.bundlefile import BundleError, Manifest, Window, path_of, write_bundle
+from stagewatch.monitor.bundlefile import BundleError, Manifest, path_of, write_bundle
 from stagewatch.monitor.bundlereport import page_of, report_text
-from stagewatch.monitor.incidents import Report
+from stagewatch.monitor.incidents import Report, Window
 from stagewatch.monitor.journal import segments_in
 from stagewatch.monitor.replay import Progress, replay
 from stagewatch.monitor.slicing import STEP_MAX, STEPS_AFTER, STEPS_BEFORE, Found, Wanted, sliced

@@ -32,6 +32,7 @@ from stagewatch.monitor.nodes import Nodes
 from stagewatch.monitor.observers import Snapshot
 from stagewatch.monitor.otlp.push import Push
 from stagewatch.monitor.otlp.telling import Telling
+from stagewatch.monitor.preserving import RECENT_NS, Preserver
 from stagewatch.monitor.recovery import Checkpoints, Hindsight, Saved
 from stagewatch.monitor.schema import StoreError
 from stagewatch.monitor.sessions import Session
@@ -78,7 +79,16 @@ class Collector:
         self._telling = Telling(push, self.engine) if push is not None else None
         self.clock: Final = Clock()
         self.intake: Final = Intake(
-            settings, self._judge, self.metrics.journal_synced, self.clock, self.store.pins
+            settings,
+            self._judge,
+            self.metrics.journal_synced,
+            self.clock,
+            self.store.pins,
+            lambda stream, session: self._preserver.greeted(stream, session),
+            lambda frozen, stream: self._preserver.took(frozen, stream),
+        )
+        self._preserver = Preserver(
+            self.intake.streams, self.store, lambda: self.metrics.drop("windows", "not_frozen")
         )
         self._journal = self.intake.journal
         self._checkpoints = Checkpoints(settings.data_dir / "checkpoint", watch, self.intake)
@@ -192,6 +202,9 @@ class Collector:
     async def _run(self) -> None:
         await asyncio.to_thread(self._recover)
         self.intake.open()
+        self._preserver.recall(
+            await asyncio.to_thread(self.store.without_window, self.clock.now_ns() - RECENT_NS)
+        )
         self._ready = True
         self._note_changes([])
         await asyncio.gather(self._tick_forever(), self._store_forever(), self._keep_forever())
@@ -284,6 +297,8 @@ class Collector:
         for change in changes:
             if self._hindsight.is_news(change.incident):
                 self._unstored[change.incident.id] = change.incident
+                if self._ready:
+                    self._preserver.note(change.incident)
         if self._ready and self._unstored:
             self._unstored_wake.set()
 

@@ -38,6 +38,19 @@ class Value(msgspec.Struct, frozen=True):
     """A count, a digest in hex, or raw tokens where the operator opted in."""
 
 
+class Window(msgspec.Struct, frozen=True):
+    """What a sidecar kept of what a ring held around an incident: a dump, on the sidecar's node."""
+
+    rank: str
+    host: str
+    path: str
+    """Empty where there is none."""
+    first_step: int
+    last_step: int
+    failure: str = ""
+    """Why there is none."""
+
+
 class Incident(msgspec.Struct, frozen=True):
     """One request (or engine) and one cause. Steps are ordinals; ranks are numbers in engine order.
 

@@ -15,7 +15,7 @@ from stagewatch.agents import wire
 from stagewatch.agents.errors import FrameError, FrameLimitError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Rank
-from stagewatch.agents.wire import Batch, Hello, Refusal, Welcome
+from stagewatch.agents.wire import Batch, Frozen, Hello, Refusal, Welcome
 from stagewatch.monitor.clock import Clock
 from stagewatch.monitor.identities import fault_of
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, Position
@@ -45,6 +45,8 @@ class Intake:
         on_sync: Callable[[float], None] = lambda seconds: None,
         clock: Clock | None = None,
         pins: Callable[[], Sequence[Span]] = tuple,
+        greeted: Callable[[Stream, Session], None] = lambda stream, session: None,
+        frozen: Callable[[Frozen, Stream], None] = lambda frozen, stream: None,
     ) -> None:
         self.clock: Final = clock or Clock()
         self.streams: Final = Streams(settings.ranks_max)
@@ -54,6 +56,8 @@ class Intake:
         self._engines_max = settings.engines_max
         self._queue_bytes = settings.queue_bytes
         self._durable = durable
+        self._greeted = greeted
+        self._frozen = frozen
         self._room = asyncio.Event()
         self._room.set()
         self._loop: asyncio.AbstractEventLoop
@@ -88,12 +92,15 @@ class Intake:
     def take(self, message: bytes, session: Session) -> Evidence | None:
         """Take one frame of a session; return its evidence if it had any and is new. Raises FrameRefusedError."""
         try:
-            frame = wire.decode_upward(message, self._limits)
+            frame = wire.decode_from_sidecar(message, self._limits)
         except FrameError as error:
             code = error.limit if isinstance(error, FrameLimitError) else "malformed"
             raise FrameRefusedError(code, str(error), Refusal(str(error), -1.0)) from None
         if isinstance(frame, Hello):
             self._hello(frame, message, session)
+            return None
+        if isinstance(frame, Frozen):
+            self._take_frozen(frame, session)
             return None
         return self._batch(frame, message, session)
 
@@ -153,6 +160,17 @@ class Intake:
         stream.heard_ns = now
         stream.sessions.add(session)
         session.answer(Welcome(identity.instance, identity.rank, stream.durable_seq))
+        session.freezes |= hello.freezes
+        self._greeted(stream, session)
+
+    def _take_frozen(self, frozen: Frozen, session: Session) -> None:
+        refuse = _refuser(frozen.instance, frozen.rank)
+        stream = self.streams.by_key.get((frozen.instance, frozen.rank))
+        if stream is None or session not in stream.sessions:
+            raise refuse("no_hello", "a window of a rank that said no hello on this connection")
+        if not (0 <= frozen.first_step < 2**63 and 0 <= frozen.last_step < 2**63):
+            raise refuse("malformed", "a window of steps that cannot be")
+        self._frozen(frozen, stream)
 
     def _opened(self, identity: Identity, now_ns: int, refuse: Callable[..., FrameRefusedError]) -> Stream:
         if len(self.streams.by_key) >= self.streams.most:

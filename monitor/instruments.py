@@ -40,6 +40,11 @@ RECORD_DROPS: Final = {
 DROPS: Final = {
     ("sidecar", "ring_removed"): "records of a ring that was removed before they were acknowledged",
     ("sidecar", "ring_unreadable"): "records of a ring that a sidecar cannot read on",
+    (
+        "windows",
+        "dropped",
+    ): "frozen windows removed for newer ones, and requests for some that newer ones overtook",
+    ("windows", "not_frozen"): "windows not asked for in time, because too many waited for a rank's sidecar",
     ("journal", "unreadable"): "entries of the journal that this build cannot read",
     (
         "journal",

@@ -25,6 +25,7 @@ class Nodes:
         self._known: OrderedDict[str, tuple[Node, int]] = OrderedDict()
         self._removed = 0
         self._unreadable = 0
+        self._windows = 0
 
     def note(self, node: Node | None, now_ns: int) -> None:
         """A batch of a sidecar was taken."""
@@ -45,6 +46,7 @@ class Nodes:
         before, _ = self._known.get(node.sidecar, (Node(node.sidecar), 0))
         self._removed += max(node.ring_removed - before.ring_removed, 0)
         self._unreadable += max(node.ring_unreadable - before.ring_unreadable, 0)
+        self._windows += max(node.windows_dropped - before.windows_dropped, 0)
         self._known[node.sidecar] = (node, now_ns)
         self._known.move_to_end(node.sidecar)
         if len(self._known) > SIDECARS_MAX:
@@ -52,11 +54,12 @@ class Nodes:
 
     @property
     def drops(self) -> dict[tuple[str, str], int]:
-        """Records given up, by (place, reason)."""
+        """Records and frozen windows given up, by (place, reason)."""
         with self._lock:
             return {
                 ("sidecar", "ring_removed"): self._removed,
                 ("sidecar", "ring_unreadable"): self._unreadable,
+                ("windows", "dropped"): self._windows,
             }
 
     def rings_refused(self, now_ns: int) -> int:

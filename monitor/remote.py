@@ -13,9 +13,9 @@ import msgspec
 
 from stagewatch.agents.errors import SettingsError, StagewatchError
 from stagewatch.agents.tls import ClientTls, told
-from stagewatch.monitor.bundlefile import EVIDENCE_BYTES_MAX, TEXT_BYTES_MAX, BundleError, Window, path_of
+from stagewatch.monitor.bundlefile import EVIDENCE_BYTES_MAX, TEXT_BYTES_MAX, BundleError, path_of
 from stagewatch.monitor.bundling import Origin, Told
-from stagewatch.monitor.incidents import Report
+from stagewatch.monitor.incidents import Report, Window
 from stagewatch.monitor.slicing import CUT, RAW_LEFT_OUT, Found, Wanted, sliced
 
 TIMEOUT_S: Final = 60.0

@@ -36,6 +36,14 @@ MIGRATIONS: Final = (
     CREATE INDEX incidents_by_change ON incidents (changed_ns);
     CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
     """,
+    """
+    CREATE TABLE windows (
+        incident TEXT NOT NULL,
+        rank TEXT NOT NULL,
+        body BLOB NOT NULL,
+        PRIMARY KEY (incident, rank)
+    ) STRICT;
+    """,
 )
 """One script per schema version; `PRAGMA user_version` counts those applied."""
 

@@ -6,7 +6,7 @@ from typing import Final
 from stagewatch.agents import wire
 from stagewatch.agents.errors import FrameError
 from stagewatch.agents.identity import Rank
-from stagewatch.agents.wire import Ack, Downward, Refusal, Welcome
+from stagewatch.agents.wire import Ack, Downward, Freeze, Refusal, Welcome
 
 StreamKey = tuple[str, Rank]
 """Instance and rank."""
@@ -37,14 +37,22 @@ class Session:
         self.bad_frames = 0
         """Frames refused on this connection that no sound sidecar sends."""
         self.refused_hellos = 0
+        self.freezes = False
+        """Whether the sidecar said that it freezes windows."""
         self._acks: dict[StreamKey, int] = {}
         self._welcomes: dict[StreamKey, Welcome] = {}
         self._refusals: list[Refusal] = []
+        self._freezes: dict[tuple[StreamKey, str], Freeze] = {}
         self._wake = asyncio.Event()
 
     def ack(self, key: StreamKey, next_seq: int) -> None:
         """Acknowledge a stream; a newer acknowledgement replaces one not yet sent."""
         self._acks[key] = next_seq
+        self._wake.set()
+
+    def freeze(self, frame: Freeze) -> None:
+        """Ask for a window; whoever asks sees to it that there are not too many."""
+        self._freezes[(frame.instance, frame.rank), frame.incident] = frame
         self._wake.set()
 
     def answer(self, frame: Welcome | Refusal) -> None:
@@ -78,5 +86,6 @@ class Session:
         self._wake.clear()
         frames: list[Downward] = [*self._welcomes.values(), *self._refusals]
         frames += [Ack(instance, rank, seq) for (instance, rank), seq in self._acks.items()]
-        self._welcomes, self._refusals, self._acks = {}, [], {}
+        frames += self._freezes.values()
+        self._welcomes, self._refusals, self._acks, self._freezes = {}, [], {}, {}
         return [wire.encode_frame(frame) for frame in frames]

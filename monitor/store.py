@@ -4,6 +4,7 @@ Incidents only grow, and the store holds to that: what says less than the row al
 So a journal may be replayed into the store any number of times, and no incident is lost or told twice.
 """
 
+import contextlib
 import sqlite3
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from stagewatch.monitor.incidents import Incident, Report, Severity, report
+from stagewatch.monitor.incidents import Incident, Report, Severity, Window, report
 from stagewatch.monitor.retention import Span
 from stagewatch.monitor.schema import StoreError, migrate
 
@@ -45,6 +46,8 @@ class Shown(Report, frozen=True):
     latency_steps: int
     first_bad_ns: int
     raised_ns: int
+    windows: tuple[Window, ...] = ()
+    """What sidecars kept of it on their nodes, rank by rank; not told by the event stream, which is earlier."""
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -132,7 +135,9 @@ class Store:
             f"SELECT number, body FROM incidents WHERE id = ? AND {condition}",  # noqa: S608  # a literal and question marks
             (incident_id, *parameters),
         )
-        return _shown(*rows[0]) if rows else None
+        if not rows:
+            return None
+        return msgspec.structs.replace(_shown(*rows[0]), windows=self._windows(incident_id))
 
     def find(self, query: Query) -> list[Shown]:
         """At most ``query.limit`` incidents, newest first."""
@@ -161,6 +166,30 @@ class Store:
                 parameters,
             )
         ]
+
+    def add_window(self, incident_id: str, window: Window) -> None:
+        """Remember where a window of an incident lies, in place of what was known of that rank."""
+        with self._lock:
+            try:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO windows VALUES (?, ?, ?)",
+                    (incident_id, window.rank, msgspec.json.encode(window)),
+                )
+            except sqlite3.Error as error:
+                raise StoreError(f"incident store cannot be written: {error}") from None
+
+    def without_window(self, since_ns: int) -> list[Incident]:
+        """Critical incidents that changed since, of which no rank's window is known; the newest `PAGE_MAX`."""
+        rows = self._read(
+            "SELECT number, body FROM incidents WHERE severity = ? AND changed_ns >= ?"
+            " AND id NOT IN (SELECT incident FROM windows) ORDER BY number DESC LIMIT ?",
+            (int(Severity.CRITICAL), since_ns, PAGE_MAX),
+        )
+        found: list[Incident] = []
+        for _, body in rows:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append(msgspec.json.decode(body, type=Incident))
+        return found
 
     def events_after(self, number: int, limit: int = 256) -> list[tuple[int, bytes]]:
         """(number, JSON) of the events after ``number``, oldest first."""
@@ -195,7 +224,10 @@ class Store:
             try:
                 before = self._db.total_changes  # a cursor does not count what begins with WITH
                 self._db.execute(_PRUNE, (oldest_ns, most, settled_ns, 2 * most))
-                return self._db.total_changes - before
+                removed = self._db.total_changes - before
+                if removed:
+                    self._db.execute("DELETE FROM windows WHERE incident NOT IN (SELECT id FROM incidents)")
+                return removed
             except sqlite3.Error as error:
                 raise StoreError(f"incident store cannot be written: {error}") from None
 
@@ -208,6 +240,13 @@ class Store:
         """Close the file."""
         with self._lock:
             self._db.close()
+
+    def _windows(self, incident_id: str) -> tuple[Window, ...]:
+        rows = self._read("SELECT 0, body FROM windows WHERE incident = ? ORDER BY rank", (incident_id,))
+        try:
+            return tuple(msgspec.json.decode(body, type=Window) for _, body in rows)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"a window of incident {incident_id} cannot be read: {error}") from None
 
     def _read(self, statement: str, parameters: Sequence[str | int]) -> list[tuple[int, bytes]]:
         with self._lock:

@@ -75,6 +75,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for acknowledgements when told to end",
     )
     parser.add_argument(
+        "--freeze-bytes",
+        type=bounded(0, 1 << 40, int),
+        default=64 << 20,
+        help="bytes of windows kept on the node: what rings held around critical incidents; the oldest go first; 0 "
+        "keeps none",
+    )
+    parser.add_argument(
+        "--freeze-most",
+        type=bounded(1, 10_000, int),
+        default=16,
+        help="incidents whose windows are kept",
+    )
+    parser.add_argument(
+        "--freeze-dir",
+        type=Path,
+        help="directory for them, of the sidecar's user alone; without it `frozen` in the ring directory",
+    )
+    parser.add_argument(
         "--health-file",
         type=Path,
         help="file to touch at every look for rings, for `stagewatch-agent health` to judge by",
@@ -113,6 +131,9 @@ def settings_of(args: argparse.Namespace) -> SidecarSettings:
         pseudonymise=args.pseudonymise,
         held_bytes=args.held_bytes,
         drain_s=args.drain_s,
+        freeze_bytes=args.freeze_bytes,
+        freeze_most=args.freeze_most,
+        freeze_dir=args.freeze_dir,
         health_file=args.health_file,
     )
 

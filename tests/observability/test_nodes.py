@@ -131,9 +131,13 @@ def test_a_frame_of_an_older_sidecar_tells_nothing_and_is_taken() -> None:
 class TestSums:
     def test_each_sidecar_tells_what_it_counted_so_far_and_repeats_itself(self) -> None:
         nodes = Nodes()
-        for node in (Node(ONE, 3), Node(ONE, 3, 1), Node(OTHER, 2), Node(ONE, 5, 1)):
+        for node in (Node(ONE, 3), Node(ONE, 3, 1, 0, 4), Node(OTHER, 2), Node(ONE, 5, 1, 0, 4)):
             nodes.note(node, S)
-        assert nodes.drops == {("sidecar", "ring_removed"): 7, ("sidecar", "ring_unreadable"): 1}
+        assert nodes.drops == {
+            ("sidecar", "ring_removed"): 7,
+            ("sidecar", "ring_unreadable"): 1,
+            ("windows", "dropped"): 4,
+        }
 
     def test_what_forgotten_sidecars_gave_up_stays(self) -> None:
         nodes = Nodes()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stagewatch.monitor.incidents import Incident, Link, Severity
+from stagewatch.monitor.incidents import Incident, Link, Severity, Window
 from stagewatch.monitor.retention import Span
 from stagewatch.monitor.schema import MIGRATIONS, StoreError
 from stagewatch.monitor.store import (
@@ -164,7 +164,7 @@ class TestFile:
         store.close()
         with sqlite3.connect(path) as database:
             database.execute("PRAGMA user_version = 99")
-        with pytest.raises(StoreError, match="schema 99, this build knows 2: upgrade stagewatch"):
+        with pytest.raises(StoreError, match="schema 99, this build knows 3: upgrade stagewatch"):
             Store(path)
 
     def test_a_file_that_is_no_database_is_an_error_of_one_line(self, path: Path) -> None:
@@ -182,6 +182,35 @@ def at_schema(path: Path, version: int) -> sqlite3.Connection:
     return database
 
 
+class TestWindows:
+    WINDOW = Window("dp0.pp0.tp0", "node-1", "/dev/shm/stagewatch/frozen/x", 3, 9)  # noqa: S108  # a path to be told
+
+    def test_an_incident_names_where_they_lie_after_a_restart_too(self, store: Store, path: Path) -> None:
+        store.apply([incident(7)])
+        store.add_window(incident(7).id, self.WINDOW)
+        store.close()
+        shown = Store(path).get(incident(7).id)
+        assert shown is not None
+        assert shown.windows == (self.WINDOW,)
+
+    def test_a_rank_has_one_and_the_newest_is_told(self, store: Store) -> None:
+        store.apply([incident(7)])
+        again = msgspec.structs.replace(self.WINDOW, path="/elsewhere")
+        other = msgspec.structs.replace(self.WINDOW, rank="dp0.pp1.tp0", path="", failure="the disk is full")
+        for window in (other, self.WINDOW, again):
+            store.add_window(incident(7).id, window)
+        shown = store.get(incident(7).id)
+        assert shown is not None
+        assert shown.windows == (again, other)
+
+    def test_critical_incidents_of_which_none_is_known_are_found(self, store: Store) -> None:
+        critical = [incident(number, Severity.CRITICAL) for number in (1, 2)]
+        store.apply([*critical, incident(3)])
+        store.add_window(critical[0].id, self.WINDOW)
+        assert [found.id for found in store.without_window(0)] == [critical[1].id]
+        assert store.without_window(1 << 62) == []
+
+
 class TestMigrations:
     @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
     def test_every_earlier_schema_is_brought_up_with_what_it_holds(self, path: Path, version: int) -> None:
@@ -194,6 +223,8 @@ class TestMigrations:
                 " VALUES (?, 'prod', 'life-1', 'excluded-row', 1, 'request-7', '', ?)",
                 (incident(7).id, body),
             )
+        if version >= 2:
+            database.execute("UPDATE incidents SET opened_ns = 200")
         database.close()
         # WHEN this build opens it, twice
         Store(path).close()

@@ -1,0 +1,54 @@
+"""Windows: what rings held around a critical incident outlives the rings, on each node, within bounds."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_processes import wait_until
+from test_pipeline_to_alert import config, replayed, reports, watched
+
+from stagewatch.agents.lab.fault import Plan
+from stagewatch.agents.lab.workload import Workload
+from stagewatch.agents.ring import RingReader
+
+RING_BYTES = 1 << 18
+
+
+def first_step_in(ring: Path) -> int:
+    """The oldest step whose inputs a ring still holds."""
+    return next(record.step for record in RingReader(ring).read(1 << 20) if record.kind.name == "INPUTS")
+
+
+@pytest.mark.timeout(180)
+def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None:
+    """The real chain.
+
+    GIVEN a collector, a sidecar, and a pipeline with the founding fault and small rings
+    WHEN a request went wrong, and the engine ran on until the rings held nothing of it any more
+    THEN both ranks' windows lie where the incident says, and replay to the same incident.
+    """
+    collector = stage.collector()
+    stage.sidecar(collector)
+    lab = config(stage.ring_dir, Plan("old-mask"))
+    lab = replace(
+        lab,
+        instance="lab-small",
+        probe=replace(lab.probe, ring_bytes=RING_BYTES),
+        workload=Workload(requests=60, prompt_len=(8, 24), max_tokens=(16, 32), arrivals_per_iteration=0.1),
+    )
+    _, _, incidents = watched(collector, lab)
+    first = min((i for i in incidents if i["severity"] == "critical"), key=lambda i: i["first_bad_step"])
+    rings = sorted(stage.ring_dir.glob("*.ring"))
+    assert [first_step_in(ring) > first["first_bad_step"] for ring in rings] == [True, True]
+
+    def windows() -> Any:
+        found = collector.get(f"/v1/incidents/{first['id']}")["windows"]
+        return found if len(found) == 2 else None
+
+    found = wait_until(windows, "both windows are told")
+    assert [(w["rank"], w["failure"]) for w in found] == [("dp0.pp0.tp0", ""), ("dp0.pp1.tp0", "")]
+    assert all(w["first_step"] <= first["first_bad_step"] <= w["last_step"] for w in found)
+    (directory,) = {Path(w["path"]).parent for w in found}
+    again = [i for i in replayed(directory)["incidents"] if i["id"] == first["id"]]
+    assert reports(again, "lab-small") == reports([first], "lab-small")
