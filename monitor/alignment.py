@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewatch.agents.evidence import I64, Evidence, InputsBlock, slice_steps
-from stagewatch.monitor.batches import fingerprints_agree, in_common, rows_of, same_steps
+from stagewatch.monitor.batches import among, fingerprints_agree, in_common, rows_of, same_steps
 from stagewatch.monitor.blocks import KINDS, BlockKind, select
 from stagewatch.monitor.calls import Calls, Names
 from stagewatch.monitor.checks.base import Chunk, Shifted, Unaligned
@@ -284,7 +284,7 @@ class Aligner:
             if block is None:
                 continue
             if compared:
-                block = select(block, np.isin(block.step, self._comparable))
+                block = select(block, among(block.step, self._comparable))
             if len(block.step):
                 found.append((index, block))
         return tuple(found)
@@ -302,7 +302,7 @@ class Aligner:
         if not same:
             for block in chosen[1:]:
                 common = np.intersect1d(common, block.step, assume_unique=True)
-        wanted = np.isin(common, self._comparable)
+        wanted = among(common, self._comparable)
         if not same or not wanted.all():
             common = common[wanted]
             chosen = [select(block, np.isin(block.step, common)) for block in chosen]

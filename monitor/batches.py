@@ -18,6 +18,14 @@ def same_steps(blocks: Sequence[InputsBlock]) -> bool:
     return all(np.array_equal(blocks[0].step, block.step) for block in blocks[1:])
 
 
+def among(steps: I64, others: I64) -> NDArray[np.bool_]:
+    """Which of ``steps`` are among ``others``: bool [steps]. ``others`` ascend."""
+    if not len(others):
+        return np.zeros(len(steps), np.bool_)
+    found: NDArray[np.bool_] = others[np.minimum(np.searchsorted(others, steps), len(others) - 1)] == steps
+    return found
+
+
 def rows_of(steps: I64, blocks: Sequence[InputsBlock]) -> I64:
     """Rows of each step: the most that any rank recorded. int64 [steps]."""
     rows = np.zeros(len(steps), np.int64)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from stagewatch.agents.evidence import I64, EventBlock
 from stagewatch.agents.record import U64, Kind
 
+_BIND: Final = int(Kind.BIND)
 SLOTS_MAX: Final = 1 << 20
 """Slot numbers believed; what is kept of a slot is kept in a table."""
 
@@ -30,7 +31,10 @@ class Binds:
     @classmethod
     def of(cls, events: EventBlock) -> "Binds":
         """The binds among a rank's events."""
-        at = np.flatnonzero((events.kind == Kind.BIND) & (events.slot >= 0) & (events.slot < SLOTS_MAX))
+        at = np.flatnonzero(events.kind == _BIND)
+        if not len(at):
+            return NO_BINDS
+        at = at[(events.slot[at] >= 0) & (events.slot[at] < SLOTS_MAX)]
         slot, generation = events.slot[at].astype(np.int64), events.generation[at].astype(np.int64)
         return cls(events.step[at], slot, generation, events.request[at], events.t_ns[at])
 
@@ -50,6 +54,10 @@ class Binds:
     def at(self, step: I64) -> "Binds":
         """The same binds under other ordinals."""
         return replace(self, step=step)
+
+
+_NONE: Final = np.zeros(0, np.int64)
+NO_BINDS: Final = Binds(_NONE, _NONE, _NONE, np.zeros(0, np.uint64), _NONE)
 
 
 def join_binds(parts: Sequence[Binds]) -> Binds:

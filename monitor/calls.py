@@ -11,6 +11,8 @@ from stagewatch.agents.evidence import I64, EventBlock
 from stagewatch.agents.record import Kind
 from stagewatch.monitor.windows import Group
 
+_COLLECTIVE: Final = int(Kind.COLLECTIVE)
+"""Looking a member up in an enumeration costs more than comparing a column with its number."""
 POINT_TO_POINT: Final = frozenset({"send", "receive", "recv", "isend", "irecv"})
 """Operations whose two ends differ by nature."""
 
@@ -82,7 +84,7 @@ class Calls:
     @classmethod
     def of(cls, events: EventBlock, names: Names) -> Self:
         """The calls among a rank's events."""
-        places = np.flatnonzero(events.kind == Kind.COLLECTIVE)
+        places = np.flatnonzero(events.kind == _COLLECTIVE)
         texts = events.text
         codes = names.codes([texts[place] for place in places.tolist()])
         return cls(events.step[places], codes, events.numel[places], events.t_ns[places])
@@ -107,12 +109,17 @@ NO_CALLS: Final = Calls(*(np.zeros(0, np.int64) for _ in range(4)))
 
 def join_calls(parts: Sequence[Calls]) -> Calls:
     """Calls of one rank, one part after the other."""
+    parts = [part for part in parts if len(part.step)]
     if not parts:
         return NO_CALLS
     if len(parts) == 1:
         return parts[0]
-    columns = ("step", "code", "numel", "t_ns")
-    return Calls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+    return Calls(
+        np.concatenate([part.step for part in parts]),
+        np.concatenate([part.code for part in parts]),
+        np.concatenate([part.numel for part in parts]),
+        np.concatenate([part.t_ns for part in parts]),
+    )
 
 
 def peers(group: Group, name: str) -> list[tuple[int, ...]]:

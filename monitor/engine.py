@@ -44,6 +44,11 @@ NEWCOMERS_MAX: Final = 16
 
 Rows = NDArray[np.bool_]
 
+# Looking a member up in an enumeration costs more than comparing a column with its number.
+_BIND: Final = int(Kind.BIND)
+_FREE: Final = int(Kind.FREE)
+_HEARTBEAT: Final = int(Kind.HEARTBEAT)
+
 PRIVACY_FINGERPRINTS: Final = ("digest_key", "request_ids")
 """Configuration that sidecars add: how digests and request keys were made. Ranks must not differ in it."""
 DIGESTS_DIFFER: Final = "digests_differ"
@@ -285,24 +290,27 @@ class Engine:
 
     def _note_ids(self, events: EventBlock, ordinals: Ordinals) -> None:
         """Remember the ids of requests that were given a slot; of those that gave theirs back, the newest."""
-        bind, free = int(Kind.BIND), int(Kind.FREE)
-        at = np.flatnonzero((events.kind == bind) | (events.kind == free))
-        columns = (events.kind[at].tolist(), events.request[at].tolist(), events.step[at].tolist())
+        at = np.flatnonzero((events.kind == _BIND) | (events.kind == _FREE))
+        if not len(at):
+            return
+        steps = ordinals.of(events.step[at] + 1) - 1
+        running, ended_ids, texts = self._request_ids, self._ended_ids, events.text
+        columns = (events.kind[at].tolist(), events.request[at].tolist(), steps.tolist())
         for i, kind, key, step in zip(at.tolist(), *columns, strict=True):
-            if kind == bind:
-                self._request_ids[key] = (events.text[i], ordinals.of_step(step + 1) - 1)
-                self._request_ids.move_to_end(key)
-                if len(self._request_ids) > REQUEST_IDS_MAX:
-                    self._request_ids.popitem(last=False)
-            elif (ended := self._request_ids.pop(key, None)) is not None:
-                self._ended_ids[key] = ended
-                self._ended_ids.move_to_end(key)
-                if len(self._ended_ids) > ENDED_IDS_MAX:
-                    self._ended_ids.popitem(last=False)
+            if kind == _BIND:
+                running[key] = (texts[i], step)
+                running.move_to_end(key)
+                if len(running) > REQUEST_IDS_MAX:
+                    running.popitem(last=False)
+            elif (ended := running.pop(key, None)) is not None:
+                ended_ids[key] = ended
+                ended_ids.move_to_end(key)
+                if len(ended_ids) > ENDED_IDS_MAX:
+                    ended_ids.popitem(last=False)
 
     def _events(self, state: RankState, events: EventBlock, ordinals: Ordinals) -> RankState:
         self._note_ids(events, ordinals)
-        beats = np.flatnonzero(events.kind == Kind.HEARTBEAT)
+        beats = np.flatnonzero(events.kind == _HEARTBEAT)
         if len(beats):
             try:
                 told = [msgspec.json.decode(events.text[beat], type=Health) for beat in beats]

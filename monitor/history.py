@@ -69,14 +69,13 @@ class History:
 
     def remember(self, inputs: InputsWindow | None, sent: PayloadWindow | None) -> None:
         """Add a chunk's windows, before they are judged."""
-        before = len(self._rows.step)
         if inputs is not None:
             self._inputs.append(inputs)
             self._rows.add(inputs)
         if sent is not None:
             self._sent.append(sent)
             self._rows.note_sent(sent)
-        self._links = None if inputs is None else self._rows.link(before)
+        self._links = None if inputs is None else self._rows.link()
 
     def forget(self) -> None:
         """Drop what is too old, once a chunk was judged."""

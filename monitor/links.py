@@ -1,7 +1,7 @@
 """What every row needs of its request's last step, as columns: found for a whole window at once."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,103 +40,179 @@ class Links:
 
 
 class Rows:
-    """Columns over the rows of recent steps, in the order of steps."""
+    """Columns over the rows of recent steps, in the order of steps.
 
-    COLUMNS: Final = (
-        "key",
-        "step",
-        "tick",
-        "computed",
-        "scheduled",
-        "samples",
-        "sampled",
-        "rejected",
-        "digest",
-        "prior",
-    )
+    Each column lies in a buffer with room to grow, so that a chunk costs its own rows and not all that are
+    remembered. A place is a row's number since the beginning; where each key was seen last is kept in a sorted table.
+    """
+
+    COLUMNS: Final[dict[str, Any]] = {
+        "key": np.uint64,
+        "step": np.int64,
+        "tick": np.int64,
+        "computed": np.int64,
+        "scheduled": np.int64,
+        "samples": np.bool_,
+        "sampled": np.int64,
+        "rejected": np.int64,
+        "digest": np.uint64,
+        "prior": np.uint64,
+    }
+    """``prior`` is the digest of the request's step before."""
 
     def __init__(self) -> None:
-        self.key: U64 = np.zeros(0, np.uint64)
-        self.step: I64 = np.zeros(0, np.int64)
-        self.tick: I64 = np.zeros(0, np.int64)
-        self.computed: I64 = np.zeros(0, np.int64)
-        self.scheduled: I64 = np.zeros(0, np.int64)
-        self.samples: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.sampled: I64 = np.zeros(0, np.int64)
-        self.rejected: I64 = np.zeros(0, np.int64)
-        self.digest: U64 = np.zeros(0, np.uint64)
-        self.prior: U64 = np.zeros(0, np.uint64)
-        """Of the request's step before."""
+        self._buffers: dict[str, NDArray[Any]] = {
+            name: np.zeros(0, dtype) for name, dtype in self.COLUMNS.items()
+        }
+        self._base = 0
+        """Place of the buffers' first element."""
+        self._first = 0
+        self._fresh = 0
+        """Place of the first row of the newest window."""
+        self._end = 0
+        self._steps: I64 = np.zeros(0, np.int64)
+        """Steps that have rows."""
+        self._last_keys: U64 = np.zeros(0, np.uint64)
+        """Every key on record, ascending; where it was seen last is in the next."""
+        self._last_places: I64 = np.zeros(0, np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For saving: what is in use of each buffer."""
+        used = {name: self._column(name).copy() for name in self.COLUMNS}
+        return self.__dict__ | {"_buffers": used, "_base": self._first}
+
+    def _column(self, name: str) -> NDArray[Any]:
+        """A column of what is on record, as a view."""
+        return self._buffers[name][self._first - self._base : self._end - self._base]
 
     def add(self, window: InputsWindow) -> None:
         """Take the rows of newer steps."""
         block = window.blocks[-1]
-        rows = len(block.request)
+        self._fresh = self._end
+        self._make_room(len(block.request))
         unequal = window.differing("computed")
-        computed = block.computed.astype(np.int64)
-        unknown = np.full(rows, UNKNOWN, np.int64)
         new = {
             "key": keys_of(block),
             "step": window.row_steps,
             "tick": np.repeat(block.tick, block.rows),
-            "computed": computed if unequal is None else np.where(unequal, UNKNOWN, computed),
-            "scheduled": block.scheduled.astype(np.int64),
+            "computed": block.computed if unequal is None else np.where(unequal, UNKNOWN, block.computed),
+            "scheduled": block.scheduled,
             "samples": block.mirror.astype(np.int64) + block.scheduled >= block.prefill_len,
-            "sampled": unknown,
-            "rejected": unknown,
-            "digest": np.zeros(rows, np.uint64),
-            "prior": np.zeros(rows, np.uint64),
+            "sampled": UNKNOWN,
+            "rejected": UNKNOWN,
+            "digest": 0,
+            "prior": 0,
         }
-        for name in self.COLUMNS:
-            setattr(self, name, np.concatenate([getattr(self, name), new[name]]))
+        first, end = self._end - self._base, self._end - self._base + len(block.request)
+        for name, values in new.items():
+            self._buffers[name][first:end] = values
+        self._end += len(block.request)
+        self._steps = np.concatenate([self._steps, window.steps[block.rows > 0]])
+
+    def _make_room(self, rows: int) -> None:
+        """Twice what is needed, so that rows are copied once on average."""
+        live = self._end - self._first
+        if self._end - self._base + rows <= len(self._buffers["key"]):
+            return
+        for name, dtype in self.COLUMNS.items():
+            buffer = np.empty(2 * (live + rows), dtype)
+            buffer[:live] = self._column(name)
+            self._buffers[name] = buffer
+        self._base = self._first
 
     def note_sent(self, window: PayloadWindow) -> None:
         """Note what the last stage sent for rows that are kept."""
-        mine, theirs = np.isin(self.step, window.steps), np.isin(window.row_steps, self.step)
-        if not np.array_equal(self.step[mine], window.row_steps[theirs]):
-            return  # inputs and payload of a step differ in rows: nothing can be matched by place
-        agreed = np.ones(len(theirs), np.bool_)
-        for column in SENT_COLUMNS:
-            unequal = window.differing(column)
-            if unequal is not None:
-                agreed &= ~unequal
+        recorded = self._column("step")
+        first = int(np.searchsorted(recorded, window.steps[0]))
+        end = int(np.searchsorted(recorded, window.steps[-1], side="right"))
+        mine: Any = slice(first, end)
+        theirs: Any = slice(None)
+        if not np.array_equal(recorded[mine], window.row_steps):
+            mine = first + np.flatnonzero(np.isin(recorded[mine], window.steps))
+            theirs = np.isin(window.row_steps, recorded)
+            if not np.array_equal(recorded[mine], window.row_steps[theirs]):
+                return  # inputs and payload of a step differ in rows: nothing can be matched by place
         block = window.blocks[0]
-        self.sampled[mine] = np.where(agreed, block.num_sampled, UNKNOWN)[theirs]
-        self.rejected[mine] = np.where(agreed, block.num_rejected, UNKNOWN)[theirs]
-        self.digest[mine] = block.tokens_digest[theirs]
+        unequal = [found for name in SENT_COLUMNS if (found := window.differing(name)) is not None]
+        sampled: NDArray[Any] = block.num_sampled
+        rejected: NDArray[Any] = block.num_rejected
+        if unequal:
+            disagreed = np.logical_or.reduce(unequal)
+            sampled, rejected = (np.where(disagreed, UNKNOWN, values) for values in (sampled, rejected))
+        self._column("sampled")[mine] = sampled[theirs]
+        self._column("rejected")[mine] = rejected[theirs]
+        self._column("digest")[mine] = block.tokens_digest[theirs]
 
     def forget(self, upto: int) -> None:
         """Drop the rows of steps up to this one."""
-        first = int(np.searchsorted(self.step, upto, side="right"))
-        if first:
-            for name in self.COLUMNS:
-                setattr(self, name, getattr(self, name)[first:])
+        self._first += int(np.searchsorted(self._column("step"), upto, side="right"))
+        self._fresh = max(self._fresh, self._first)
+        self._steps = self._steps[np.searchsorted(self._steps, upto, side="right") :]
 
-    def link(self, first: int) -> Links:
-        """Each row from place ``first`` on beside the same life's row before it."""
-        rows = self
-        order = np.argsort(rows.key, kind="stable")
-        keys = rows.key[order]
-        same = keys[1:] == keys[:-1]
-        before, after = order[:-1][same], order[1:][same]
-        new = after >= first
-        near = rows.step[after] - rows.step[before] <= LINK_STEPS
-        before, after = before[new & near], after[new & near]
-        rows.prior[after] = rows.digest[before]
-        steps = np.unique(rows.step)
-        apart = np.searchsorted(steps, rows.step[after]) - np.searchsorted(steps, rows.step[before])
+    def link(self) -> Links:
+        """Each row of the newest window beside the same life's row before it."""
+        before, after = self._pairs()
+        step = self._column("step")
+        near = step[after] - step[before] <= LINK_STEPS
+        if not near.all():
+            before, after = before[near], after[near]
+        found = {name: self._column(name)[before] for name in self.COLUMNS if name != "key"}
+        self._column("prior")[after] = found["digest"]
+        # A window may hold several steps of a request, of which one's prior was set just now.
+        found["prior"] = self._column("prior")[before]
+        apart = np.searchsorted(self._steps, step[after]) - np.searchsorted(self._steps, found["step"])
         return Links(
-            row=after - first,
-            step=rows.step[before],
-            tick=rows.tick[before],
-            computed=rows.computed[before],
-            scheduled=rows.scheduled[before],
-            samples=rows.samples[before],
-            sampled=rows.sampled[before],
-            rejected=rows.rejected[before],
-            repeats=(rows.digest[before] == rows.prior[before]) & (rows.sampled[before] > 0),
-            complete=apart == rows.step[after] - rows.step[before],
+            row=after - (self._fresh - self._first),
+            step=found["step"],
+            tick=found["tick"],
+            computed=found["computed"],
+            scheduled=found["scheduled"],
+            samples=found["samples"],
+            sampled=found["sampled"],
+            rejected=found["rejected"],
+            repeats=(found["digest"] == found["prior"]) & (found["sampled"] > 0),
+            complete=apart == step[after] - found["step"],
         )
+
+    def _pairs(self) -> tuple[I64, I64]:
+        """(row before, row) of every row of the newest window whose key is on record, by key; indices of columns."""
+        fresh = self._fresh - self._first
+        keys = self._column("key")[fresh:]
+        after = np.argsort(keys, kind="stable")
+        keys = keys[after]
+        again = keys[1:] == keys[:-1]
+        after += fresh
+        before = np.empty(len(after), np.int64)
+        before[1:] = after[:-1]
+        heads = np.concatenate([[True], ~again])[: len(keys)]
+        tails = np.concatenate([~again, [True]])[: len(keys)]
+        seen = self._last_seen(keys[heads])
+        before[heads] = seen
+        self._note_last(keys[tails], after[tails] + self._first)
+        known = before >= 0
+        return before[known], after[known]
+
+    def _last_seen(self, keys: U64) -> I64:
+        """Where ascending keys were seen last, as indices of columns; negative for those that are not on record."""
+        if not len(self._last_keys):
+            return np.full(len(keys), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._last_keys, keys), len(self._last_keys) - 1)
+        seen: I64 = np.where(self._last_keys[at] == keys, self._last_places[at] - self._first, -1)
+        return seen
+
+    def _note_last(self, keys: U64, places: I64) -> None:
+        """Ascending ``keys`` were seen at ``places``."""
+        at = np.searchsorted(self._last_keys, keys)
+        known = at < len(self._last_keys)
+        known[known] = self._last_keys[at[known]] == keys[known]
+        self._last_places[at[known]] = places[known]
+        if known.all():
+            return
+        kept = self._last_places >= self._first
+        merged = np.concatenate([self._last_keys[kept], keys[~known]])
+        order = np.argsort(merged, kind="stable")
+        self._last_keys = merged[order]
+        self._last_places = np.concatenate([self._last_places[kept], places[~known]])[order]
 
 
 def keys_of(block: InputsBlock) -> U64:

@@ -66,6 +66,12 @@ class Ordinals:
             step = shift.of_step(step)
         return step
 
+    def of(self, steps: I64) -> I64:
+        """The ordinals in common of own ones."""
+        for shift in self._shifts:
+            steps = shift.of(steps)
+        return steps
+
     def of_evidence(self, evidence: Evidence) -> Evidence:
         """Evidence of the rank under ordinals in common."""
         for shift in self._shifts:

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewatch.agents.evidence import I64
 from stagewatch.agents.mask import faulty_rows
 from stagewatch.agents.record import UNKNOWN
 from stagewatch.monitor.blocks import select
@@ -81,6 +82,8 @@ class Broadcast:
         self.rows_fixed = 0
         """Rows that the faulty mask of vLLM 0.23 to 0.29 would have left out."""
         self._sender = group.last_stage[0]
+        self._widths: I64 = np.zeros(0, np.int64)
+        """Bytes of an element, by the number of the call's name."""
         self._waiting: list[InputsWindow] = []
         """Inputs whose masks are still to come."""
 
@@ -97,10 +100,11 @@ class Broadcast:
             self._add_masks(chunk.mask)
 
     def _add_calls(self, calls: Calls, names: Names) -> None:
-        width = np.array([_width(text) for text in names.texts] + [0], np.int64)
-        size = width[np.minimum(calls.code, len(names.texts))] * np.maximum(calls.numel, 0)
+        if len(self._widths) != len(names.texts) + 1:
+            self._widths = np.array([_width(text) for text in names.texts] + [0], np.int64)
+        size = self._widths[np.minimum(calls.code, len(names.texts))] * np.maximum(calls.numel, 0)
         self.size_bytes += int(size.sum())
-        self.steps += len(np.unique(calls.step[size > 0]))
+        self.steps += len({*calls.step[size > 0].tolist()})
 
     def _add_masks(self, masks: MaskWindow) -> None:
         sent = masks.blocks[masks.indices.index(self._sender)].engine != 0

@@ -72,7 +72,15 @@ class Window(Generic[B]):
         return starts_of(self.blocks[0].rows)
 
     def differing(self, column: str) -> NDArray[np.bool_] | None:
-        """Rows in which some rank's value differs from another's: bool [rows], or None where all agree."""
+        """Rows in which some rank's value differs from another's: bool [rows], or None where all agree.
+
+        Whoever asks again is told what was found the first time; nobody may write to it.
+        """
+        if column not in self._differing:
+            self._differing[column] = self._compared(column)
+        return self._differing[column]
+
+    def _compared(self, column: str) -> NDArray[np.bool_] | None:
         reference = getattr(self.blocks[0], column)
         found: NDArray[np.bool_] | None = None
         for block in self.blocks[1:]:
@@ -81,6 +89,11 @@ class Window(Generic[B]):
             if unequal.any():
                 found = unequal if found is None else found | unequal
         return found
+
+    @cached_property
+    def _differing(self) -> dict[str, NDArray[np.bool_] | None]:
+        """What was compared already."""
+        return {}
 
     def values(self, column: str, row: int) -> NDArray[Any]:
         """One row's values, rank by rank: [ranks]."""

@@ -37,16 +37,31 @@ class CollectiveOrder:
         "narrower than they are received, the engine predates working PP with speculation: use vLLM 0.30 or later."
     )
 
+    def __init__(self) -> None:
+        self._names_known = 0
+        self._communicators: list[tuple[str, NDArray[np.bool_]]] = []
+
+    def _communicators_of(self, names: Names) -> list[tuple[str, NDArray[np.bool_]]]:
+        """Communicators within the group, and which numbers are calls of theirs that are not between two ranks."""
+        if self._names_known != len(names.texts):
+            found: dict[str, NDArray[np.bool_]] = {}
+            for code, text in enumerate(names.texts):
+                communicator, _, rest = text.partition(" ")
+                if communicator.startswith(ACROSS_REPLICAS) or rest.partition(" ")[0] in POINT_TO_POINT:
+                    continue
+                found.setdefault(communicator, np.zeros(Names.MAX + 1, np.bool_))[code] = True
+            self._names_known = len(names.texts)
+            self._communicators = sorted(found.items(), key=lambda item: item[0])
+        return self._communicators
+
     def examine(self, chunk: Chunk, group: Group, history: History) -> Iterable[Finding]:
         """Compare whole steps; of steps that some rank has not left, what all peers have entered so far."""
         if not chunk.calls:
             return
         calls = [join_calls([done, ahead]) for done, ahead in zip(chunk.calls, chunk.ahead, strict=True)]
-        names = chunk.names
-        for communicator in _communicators(calls, names):
-            codes = _codes(names, communicator)
+        for communicator, belongs in self._communicators_of(chunk.names):
             for indices in peers(group, communicator):
-                own = [_of(calls[index], codes) for index in indices]
+                own = [_of(calls[index], belongs) for index in indices]
                 if all(_equal(own[0], other) for other in own[1:]):
                     continue
                 left = min(chunk.left[index] for index in indices)
@@ -107,24 +122,11 @@ class CollectiveOrder:
         return None
 
 
-def _communicators(calls: Sequence[Calls], names: Names) -> list[str]:
-    used = np.unique(np.concatenate([own.code for own in calls]))
-    found = {names.text(code).partition(" ")[0] for code in used.tolist()}
-    return sorted(name for name in found if not name.startswith(ACROSS_REPLICAS))
-
-
-def _codes(names: Names, communicator: str) -> NDArray[np.int64]:
-    """Numbers of a communicator's calls, without those between two ranks."""
-    chosen = []
-    for code, text in enumerate(names.texts):
-        group, _, rest = text.partition(" ")
-        if group == communicator and rest.partition(" ")[0] not in POINT_TO_POINT:
-            chosen.append(code)
-    return np.array(chosen, np.int64)
-
-
-def _of(calls: Calls, codes: NDArray[np.int64]) -> Calls:
-    return calls.where(np.isin(calls.code, codes)) if len(calls) else calls
+def _of(calls: Calls, belongs: NDArray[np.bool_]) -> Calls:
+    if not len(calls):
+        return calls
+    own = belongs[calls.code]
+    return calls if own.all() else calls.where(own)
 
 
 def _equal(one: Calls, other: Calls) -> bool:

@@ -156,18 +156,19 @@ class _Owners:
         if missing > 0:
             self._request = np.concatenate([self._request, np.zeros(missing, np.uint64)])
             self._generation = np.concatenate([self._generation, np.zeros(missing, np.int64)])
-        found: list[int] = []
-        if len(np.unique(binds.slot)) == len(binds):
-            return self._bind(binds, 0)
-        for place in range(len(binds)):
-            found += self._bind(binds.part(place, place + 1), place)
+        # Binds of one slot side by side, in their order: each one's owner before is its neighbour's, or the table's.
+        order = np.argsort(binds.slot, kind="stable")
+        slot, request, generation = (
+            column[order] for column in (binds.slot, binds.request, binds.generation)
+        )
+        owner, owned = self._request[slot], self._generation[slot]
+        again = 1 + np.flatnonzero(slot[1:] == slot[:-1])
+        owner[again], owned[again] = request[again - 1], generation[again - 1]
+        last = np.append(slot[1:] != slot[:-1], True)
+        self._request[slot[last]], self._generation[slot[last]] = request[last], generation[last]
+        same = (owner != 0) & (owned == generation) & (owner != request)
+        found: list[int] = np.sort(order[same]).tolist()
         return found
-
-    def _bind(self, binds: Binds, first: int) -> list[int]:
-        request, generation = self._request[binds.slot], self._generation[binds.slot]
-        same = (request != 0) & (generation == binds.generation) & (request != binds.request)
-        self._request[binds.slot], self._generation[binds.slot] = binds.request, binds.generation
-        return [first + place for place in np.flatnonzero(same).tolist()]
 
 
 def _stale_rows(consumed: PayloadBlock) -> list[tuple[int, int, int]]:

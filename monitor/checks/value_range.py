@@ -22,6 +22,7 @@ _MEANING: Final = {
     SUSPECT_POSITION: ("a position outside the model's length", "positions"),
     SUSPECT_COUNTS: ("impossible counts of sampled and rejected tokens", "num_sampled"),
 }
+_ALL: Final = np.uint8(sum(_MEANING))
 
 
 class ValueRange:
@@ -58,11 +59,11 @@ class ValueRange:
     def _flagged(
         self, group: Group, index: int, block: Any, phase: Phase, verb: str, history: History
     ) -> Iterator[Finding]:
-        flags = block.flags & sum(_MEANING)
-        if phase is not Phase.INPUTS:
-            flags = np.where(block.applied != 0, flags, 0)
+        flags = block.flags & _ALL
         if not flags.any():
             return
+        if phase is not Phase.INPUTS:
+            flags = np.where(block.applied != 0, flags, 0)
         ends = np.cumsum(block.rows)
         for row in np.flatnonzero(flags):
             at = int(np.searchsorted(ends, row, side="right"))

@@ -272,8 +272,9 @@ def test_memory_stays_bounded_over_a_long_run() -> None:
                 sum(len(blocks) for lane in lanes for blocks in lane._pending.values()) < 50,
                 sum(len(lane._calls) + len(lane._binds) + len(lane.gaps) for lane in lanes) < 50,
                 len(engine._aligner._comparable) < 10,
-                len(engine._history._rows.step) <= 64 * 32,
+                len(engine._history._rows._buffers["key"]) <= 4 * 64 * 32,
+                len(engine._history._rows._last_keys) <= 64 * 32,
                 sum(len(window.steps) for window in engine._history._inputs) < 600,
             )
         )
-    assert sizes == [(True,) * 5] * 2
+    assert sizes == [(True,) * 6] * 2
