@@ -87,8 +87,8 @@ docs: setup ## rewrite the parts of docs/ that are generated from the code
 demo: setup ## watch a real pipeline desynchronise and be caught
 	$(BIN)/stagewatch demo
 
-bench: setup ## probe, collector and fault-to-alert figures, each beside a reference
-	$(BIN)/python tests/bench/run.py
+bench: setup ## every benchmark, or those in NAMES, each beside its references; rewrites docs/bench.json and its page
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/run.py $(NAMES) --repeats $(or $(REPEATS),3) --json docs/bench.json --table docs/benchmarks.md
 
 soak: setup ## ten million request-steps with every legitimate event: no incident
 	$(BIN)/python tests/checks/soak.py --request-steps 10000000

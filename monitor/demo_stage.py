@@ -35,11 +35,15 @@ class DemoError(StagewatchError):
 class DemoStage:
     """Starts collector and sidecar in a directory of its own; ends and removes everything on exit.
 
-    ``held`` keeps signals from ending us between a process's start and the note of it.
+    ``held`` keeps signals from ending us between a process's start and the note of it; without ``raw_tokens`` tokens
+    stay on the node, as they do by default in production.
     """
 
-    def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self, held: Callable[[], AbstractContextManager[None]] = nullcontext, *, raw_tokens: bool = True
+    ) -> None:
         self._held = held
+        self._raw_tokens = raw_tokens
         self.directory: Final = Path(tempfile.mkdtemp(prefix="stagewatch-demo-"))
         """Data directory and logs; gone when the demo ends, so what a log says must be told before."""
         shm = Path("/dev/shm")  # noqa: S108  # where rings belong: memory, shared between processes
@@ -63,6 +67,20 @@ class DemoStage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def token(self) -> str:
+        """What opens the collector's doors."""
+        return self._token
+
+    @property
+    def ingest_url(self) -> str:
+        """Where the collector takes frames."""
+        return f"ws://{self._address[0]}:{self._address[1]}/v1/ingest"
+
+    def pid(self, command: str) -> int:
+        """The process of ``collect`` or ``ship``."""
+        return next(process.pid for process in self._processes if command in process.args)  # type: ignore[operator]
 
     def engine(self, instance: str) -> dict[str, Any]:
         """What the collector knows of an engine; empty before it has heard of it."""
@@ -101,7 +119,8 @@ class DemoStage:
         threading.Thread(target=self._listen, daemon=True).start()
         self._run(
             *("ship", "agents", "--ring-dir", str(self.ring_dir), "--collector", f"ws://{host}:{port}"),
-            *("--token-file", str(data / "token"), "--raw-tokens"),
+            *("--token-file", str(data / "token")),
+            *(("--raw-tokens",) if self._raw_tokens else ()),
         )
 
     def _run(self, command: str, package: str, *options: str) -> subprocess.Popen[bytes]:

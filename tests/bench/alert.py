@@ -3,17 +3,26 @@
     python tests/bench/alert.py
 
 A pipeline of two processes runs with the founding fault. A time is that between a request's first bad step, as its
-ranks recorded it, and the moment the collector raised it to critical. The references are taken in the same run: the
-pipeline's own step, and a round trip of HTTP to the collector.
+ranks recorded it, and the moment the collector raised it to critical. It is taken twice: with a collector that has
+nothing else to do, and with one that other engines' frames keep busy for ``--load`` of a core (what it reached is in
+the table). The references are taken in the same run: the pipeline's own step, and a round trip of HTTP to the
+collector.
 """
 
+import contextlib
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
-from report import Row, parser, show
+import msgspec
+from collector import Load, make_load
+from report import Row, cpu_s, parser, show
+from websockets.sync.client import ClientConnection, connect
 
+from stagewatch.agents import wire
 from stagewatch.agents.lab.engine import LabConfig, start_lab
 from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.workload import Workload
@@ -46,6 +55,55 @@ def measure(stage: DemoStage, seed: int, step_ms: float) -> tuple[list[float], l
     return waits, [found["latency_steps"] for found in critical], [(b - a) / 1e6 for a, b in pairwise(times)]
 
 
+def send_life(socket: ClientConnection, load: Load, instance: str, pause_s: float) -> None:
+    """Send a whole engine's life, frame by frame; wait for what is unacknowledged at its end."""
+    for identity in load.identities:
+        socket.send(
+            wire.encode_frame(wire.Hello(wire.PROTOCOL, msgspec.structs.replace(identity, instance=instance)))
+        )
+    wanted = {who.rank: part.next_seq for who, part in load.evidence}
+    for message in load.messages:
+        batch = wire.decode_upward(message, wire.Limits())
+        socket.send(wire.encode_frame(msgspec.structs.replace(batch, instance=instance)))
+        time.sleep(pause_s)
+    while wanted:
+        frame = wire.decode_downward(socket.recv())  # type: ignore[arg-type]  # frames are bytes
+        if isinstance(frame, wire.Ack) and wanted.get(frame.rank, -1) == frame.next_seq:
+            del wanted[frame.rank]
+
+
+@contextlib.contextmanager
+def busy(stage: DemoStage, share: float) -> Iterator[list[float]]:
+    """Keep the collector busy for a share of a core with other engines' frames; yields what it reached, at the end."""
+    load, stop, reached = make_load(200, 128, 10), threading.Event(), [0.0]
+    pid, pause_s = stage.pid("collect"), [0.0]
+
+    def keep() -> None:
+        life, began = 0, time.monotonic()
+        spent = cpu_s(pid)
+        header = {"Authorization": f"Bearer {stage.token}"}
+        with connect(stage.ingest_url, additional_headers=header, compression=None, max_size=None) as socket:
+            while not stop.is_set():
+                before, since = cpu_s(pid), time.monotonic()
+                send_life(socket, load, f"load-{life % 64}-{life}", pause_s[0])
+                life += 1
+                # What a frame costs is measured as it goes, so that the share holds on any machine.
+                cost_s = (cpu_s(pid) - before) / len(load.messages)
+                idle_s = time.monotonic() - since
+                wanted_s = cost_s / share if share else 1.0
+                pause_s[0] = max(0.0, pause_s[0] + (wanted_s - idle_s / len(load.messages)) / 2)
+        reached[0] = (cpu_s(pid) - spent) / (time.monotonic() - began)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        time.sleep(1.0)
+        yield reached
+    finally:
+        stop.set()
+        thread.join()
+
+
 def round_trip_ms(stage: DemoStage) -> float:
     """One HTTP request to the collector."""
     began = time.perf_counter()
@@ -63,41 +121,50 @@ def main() -> None:
     """Run and show."""
     options = parser("fault to alarm, through the whole chain")
     options.add_argument("--step-ms", type=float, default=5.0, help="pause after each step of the lab")
+    options.add_argument(
+        "--load", type=float, default=0.8, help="share of a core that other engines keep busy"
+    )
     arguments = options.parse_args()
+    rows: list[Row] = []
+    for load in (0.0, arguments.load):
+        rows += under(load, arguments.repeats, arguments.step_ms)
+    show("alert", rows, {"seeds": arguments.repeats, "step pause ms": arguments.step_ms}, arguments.json)
+
+
+def under(load: float, repeats: int, step_ms: float) -> list[Row]:
+    """The table's lines under one load."""
     waits: list[float] = []
     behind: list[int] = []
     steps: list[float] = []
-    with DemoStage() as stage:
-        for seed in range(arguments.repeats):
-            more_waits, more_behind, more_steps = measure(stage, seed, arguments.step_ms)
+    with DemoStage() as stage, busy(stage, load) if load else contextlib.nullcontext([0.0]) as reached:
+        for seed in range(repeats):
+            more_waits, more_behind, more_steps = measure(stage, seed, step_ms)
             waits, behind, steps = waits + more_waits, behind + more_behind, steps + more_steps
         trips = [round_trip_ms(stage) for _ in range(50)]
     if not waits:
         sys.exit("no request went critical: nothing to measure")
+    name = "idle" if not load else "busy"
+    parts = {
+        f"first bad step to alarm, {name}": waits,
+        f"reference: one step of the lab, {name}": steps,
+        f"reference: HTTP round trip, {name}": trips,
+    }
     rows: list[Row] = [
         {
-            "part": "first bad step to alarm",
-            "ms p50": statistics.median(waits),
-            "ms p99": quantile(waits, 0.99),
-        },
-        {
-            "part": "reference: one step of the lab",
-            "ms p50": statistics.median(steps),
-            "ms p99": quantile(steps, 0.99),
-        },
-        {
-            "part": "reference: HTTP round trip",
-            "ms p50": statistics.median(trips),
-            "ms p99": quantile(trips, 0.99),
-        },
+            "part": part,
+            "count": len(values),
+            "ms p50": statistics.median(values),
+            "ms p99": quantile(values, 0.99),
+        }
+        for part, values in parts.items()
     ]
-    parameters = {
-        "seeds": arguments.repeats,
-        "alarms": len(waits),
-        "steps to alarm, largest": max(behind),
-        "alarm p50 in lab steps": statistics.median(waits) / statistics.median(steps),
+    rows[0] |= {
+        "steps p50": statistics.median(behind),
+        "steps p99": quantile([float(steps) for steps in behind], 0.99),
+        "p50 in lab steps": statistics.median(waits) / statistics.median(steps),
+        "collector cores": reached[0],
     }
-    show("alert", rows, parameters, arguments.json)
+    return rows
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import median_and_spread, parser, show
+from report import cpu_s, median_and_spread, parser, show
 from websockets.sync.client import connect
 
 from stagewatch.agents import wire
@@ -189,7 +189,7 @@ def whole(load: Load) -> float:
                 for hello in load.hellos:
                     socket.send(hello)
                     socket.recv()
-                before = process_cpu_s(process.pid)
+                before = cpu_s(process.pid)
                 for message in load.messages:
                     socket.send(message)
                 wanted = {(who.rank, part.next_seq) for who, part in load.evidence[-len(load.identities) :]}
@@ -197,16 +197,10 @@ def whole(load: Load) -> float:
                     frame = wire.decode_downward(socket.recv())  # type: ignore[arg-type]  # frames are bytes
                     assert isinstance(frame, wire.Ack), frame
                     wanted.discard((frame.rank, frame.next_seq))
-                return process_cpu_s(process.pid) - before
+                return cpu_s(process.pid) - before
         finally:
             process.terminate()
             process.wait()
-
-
-def process_cpu_s(pid: int) -> float:
-    """CPU seconds a process has used, all threads, to the nearest clock tick."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def copy_once(load: Load) -> None:

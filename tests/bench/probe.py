@@ -140,7 +140,7 @@ def main() -> None:
     arguments.add_argument(
         "--drafts", type=int, nargs="+", default=[0, 7, 15], help="K: draft tokens per row"
     )
-    arguments.add_argument("--steps", type=int, default=300)
+    arguments.add_argument("--steps", type=int, default=150)
     args = arguments.parse_args()
     rows = [measure(rows, drafts, args.steps, args.repeats) for drafts in args.drafts for rows in args.rows]
     show("probe", rows, {"steps": args.steps, "ring bytes": 64 << 20}, args.json)

@@ -6,10 +6,12 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 Row = dict[str, Any]
 
@@ -44,6 +46,18 @@ def median_and_spread(measure: Callable[[], float], repeats: int) -> tuple[float
     return middle, (high - low) / 2 / middle if middle else 0.0
 
 
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The e of cost = c * size ** e that fits best: 1 for what grows in proportion, 2 for a quadratic."""
+    slope, _ = np.polyfit(np.log(np.array(sizes, float)), np.log(np.array(costs, float)), 1)
+    return float(slope)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds a process has used, all threads, to the nearest clock tick."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def show(name: str, rows: list[Row], parameters: Row, path: Path | None) -> None:
     """Print the table to stderr and the JSON to stdout, and to ``path``."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -52,11 +66,55 @@ def show(name: str, rows: list[Row], parameters: Row, path: Path | None) -> None
     for line in (columns, ["-" * width for width in widths], *cells):
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)), file=sys.stderr)
     text = json.dumps(
-        {"benchmark": name, "machine": machine(), "parameters": parameters, "results": rows}, indent=2
+        {
+            "benchmark": name,
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine(),
+            "load": os.getloadavg()[0],
+            "parameters": parameters,
+            "results": rows,
+        },
+        indent=2,
     )
     print(text)
     if path is not None:
         path.write_text(text + "\n")
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The docs' page of what benchmarks told, by name."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `make bench` from [bench.json](bench.json); do not edit. What the figures mean and what was done",
+        "about them is in [performance.md](performance.md). Each table was taken by the command above it on the",
+        "machine named; cells are medians, *spread* is half the distance of the outer quartiles. The load average is",
+        "that at the end of the run: where it is above the number of cores, other work shared them, and only ratios",
+        "of figures of one table say something.",
+        "",
+    ]
+    for name, told in found.items():
+        columns = list(dict.fromkeys(column for row in told["results"] for column in row))
+        versions = {key: value for key, value in told["machine"].items() if key not in ("cpu", "cores")}
+        lines += [
+            f"## {name.replace('_', ' ')}",
+            "",
+            f"`{told['command']}`",
+            "",
+            f"{told['machine']['cores']} cores of {told['machine']['cpu']}, "
+            + ", ".join(f"{key} {value}" for key, value in versions.items())
+            + f"; load average {told['load']:.1f}; "
+            + ", ".join(f"{key} {_text(value)}" for key, value in told["parameters"].items()),
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|" + "---|" * len(columns),
+            *(
+                "| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |"
+                for row in told["results"]
+            ),
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def _text(value: Any) -> str:
