@@ -30,7 +30,7 @@ from stagewatch.monitor.exports.columns import (
     Table,
 )
 from stagewatch.monitor.exports.exporter import ExportError, Found
-from stagewatch.monitor.exports.tablefile import TableFile, known, lists, masked
+from stagewatch.monitor.exports.tablefile import TableFile, Texts, known, lists, masked
 from stagewatch.monitor.story.names import Names
 from stagewatch.monitor.story.picker import number_of
 
@@ -74,7 +74,7 @@ class ParquetExporter:
     def finish(self, found: Found) -> list[str]:
         """Write ranks and incidents, and the ends of the files."""
         for identity, lost in self._ranks.values():
-            self._add(RANKS, 1, {**_who(identity, 1), **_of_rank(identity, lost)})
+            self._add(RANKS, 1, {**_who(identity), **_of_rank(identity, lost)})
         if found.incidents:
             self._add(INCIDENTS, len(found.incidents), _of_incidents(found))
         self.close()
@@ -121,7 +121,7 @@ class ParquetExporter:
 
     def _masks(self, identity: Identity, block: MaskBlock) -> None:
         count = int(block.rows.sum())
-        columns = _who(identity, count) | _when(block) | {"row": _row(block)}
+        columns = _who(identity) | _when(block) | {"row": _row(block)}
         for name in ("engine", "fixed"):
             none = np.repeat(getattr(block, f"{name}_none"), block.rows) != 0
             columns[name] = masked(getattr(block, name) != 0, none)
@@ -133,7 +133,7 @@ class ParquetExporter:
         widths, drafts = np.repeat(block.width, block.rows), np.repeat(block.drafts, block.rows)
         sampled = np.clip(block.num_sampled, 0, widths)
         columns = self._rows(identity, block) | {
-            "kind": [kind] * count,
+            "kind": kind,
             "at": np.repeat(known(block.at), block.rows),
             "applied": block.applied != 0,
             "draft_tokens_digest": block.draft_digest,
@@ -156,7 +156,7 @@ class ParquetExporter:
     def _events(self, identity: Identity, block: EventBlock) -> None:
         count = len(block.seq)
         bound = np.isin(block.kind, (Kind.BIND, Kind.FREE))
-        columns = _who(identity, count) | {
+        columns = _who(identity) | {
             "step": block.step,
             "time": block.t_ns,
             "seq": block.seq,
@@ -175,17 +175,15 @@ class ParquetExporter:
     def _records(self, identity: Identity, block: Any, kind: str, more: dict[str, Any] | None = None) -> None:
         count = len(block.seq)
         head = {"step": block.step, "time": block.t_ns, "seq": block.seq, "rows": block.rows}
-        self._add(RECORDS, count, _who(identity, count) | head | {"kind": [kind] * count} | (more or {}))
+        self._add(RECORDS, count, _who(identity) | head | {"kind": kind} | (more or {}))
 
     def _rows(self, identity: Identity, block: InputsBlock | PayloadBlock) -> dict[str, Any]:
-        known, index = np.unique(block.request, return_inverse=True)
-        names = [self._names.known(int(key)) for key in known]
         return (
-            _who(identity, len(block.request))
+            _who(identity)
             | _when(block)
             | {
                 "row": _row(block),
-                "request": [names[at] for at in index.tolist()],
+                "request": Texts(block.request, self._names.known),
                 "request_key": block.request,
                 "slot": block.slot,
                 "generation": block.generation,
@@ -196,11 +194,14 @@ class ParquetExporter:
         self._files[table.name].add(count, columns)
 
 
-def _who(identity: Identity, count: int) -> dict[str, Any]:
+def _who(identity: Identity) -> dict[str, Any]:
     rank = identity.rank
-    numbers = {"dp": rank.dp, "pp": rank.pp, "tp": rank.tp, "rank": number_of(identity)}
-    return {"instance": [identity.instance] * count} | {
-        name: np.full(count, value, np.int32) for name, value in numbers.items()
+    return {
+        "instance": identity.instance,
+        "dp": rank.dp,
+        "pp": rank.pp,
+        "tp": rank.tp,
+        "rank": number_of(identity),
     }
 
 

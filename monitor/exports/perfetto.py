@@ -15,6 +15,8 @@ from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.story.picker import number_of
 
 _SEQUENCE: Final = 1
+_PACKET: Final = b"\x0a"
+"""What begins each packet in the file: field 1 of a trace, bytes with their length before them."""
 _REALTIME, _BOOTTIME = 1, 6
 """Numbers of the format's own clocks."""
 
@@ -202,5 +204,16 @@ class PerfettoExporter:
         return packet
 
     def _write(self, *packets: Any) -> None:
-        # Traces laid end to end are a trace: that is how the format streams.
-        self._file.write(self._proto.Trace(packet=packets).SerializeToString())
+        for packet in packets:
+            data = packet.SerializeToString()
+            self._file.write(_PACKET + _varint(len(data)) + data)
+
+
+def _varint(number: int) -> bytes:
+    """A length as Protocol Buffers write it: seven bits a byte, the lowest first."""
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
