@@ -24,7 +24,7 @@ import msgspec
 
 from stagewatch.agents import wire
 from stagewatch.agents.dumpfile import SUFFIX, DumpFile, DumpWriter, batch_entry, hello_entry
-from stagewatch.agents.errors import RingError, StagewatchError
+from stagewatch.agents.errors import RingError, StagewatchError, one_line
 from stagewatch.agents.evidence import Evidence, digest_records
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Kind, Record
@@ -92,8 +92,9 @@ class Freezer:
         """Keep what ``ring`` holds around an incident; say where it lies, or why it does not. Raises nothing."""
         try:
             window = self._kept_before(wanted) or self._keep(ring, privacy, wanted)
-        except (StagewatchError, OSError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
+        except Exception as error:  # noqa: BLE001  # whatever a ring holds, the sidecar must ship on
+            told = isinstance(error, StagewatchError)
+            why = str(error) if told else getattr(error, "strerror", None) or one_line(error)
             log.warning(
                 "incident %s: no window of rank %s was kept: %s", wanted.incident[:16], wanted.rank, why
             )
