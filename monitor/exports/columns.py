@@ -93,8 +93,10 @@ MASKS: Final = Table(
         *_WHO,
         *_WHEN,
         Column("row", "int32", "place in the step's batch, 0 first"),
-        Column("engine", "bool", "by the engine's mask; null where it has none"),
-        Column("fixed", "bool", "by the fixed mask; null where there is none"),
+        Column(
+            "engine", "bool", "by the engine's mask; no row where it is None, so that nothing is broadcast"
+        ),
+        Column("fixed", "bool", "by the fixed mask, which is None where no row yields a sample"),
     ),
 )
 PAYLOADS: Final = Table(

@@ -124,7 +124,7 @@ class ParquetExporter:
         columns = _who(identity) | _when(block) | {"row": _row(block)}
         for name in ("engine", "fixed"):
             none = np.repeat(getattr(block, f"{name}_none"), block.rows) != 0
-            columns[name] = masked(getattr(block, name) != 0, none)
+            columns[name] = (getattr(block, name) != 0) & ~none
         self._add(MASKS, count, columns)
         self._records(identity, block, "mask")
 
