@@ -150,7 +150,7 @@ def _cut(
     told: tuple[int, int] | None = None
     for steps in _widening(incident):
         try:
-            found = _fill(evidence, origin, Wanted(incident.instance, steps, raw), incident.id)
+            found = _fill(evidence, origin, _wanted(incident, steps, raw), incident.id)
         except BundleError:
             if told is None:
                 raise
@@ -162,12 +162,16 @@ def _cut(
         if not found.cut:
             break
     if told is not None:
-        found = _fill(evidence, origin, Wanted(incident.instance, told, raw), incident.id)
+        found = _fill(evidence, origin, _wanted(incident, told, raw), incident.id)
         if story := _story(evidence, incident.id):
             return found, story, False
     raise BundleError(
         f"the journal does not hold the evidence of {incident.id} any more: what is left of it says nothing of it"
     )
+
+
+def _wanted(incident: Report, steps: tuple[int, int], raw: bool) -> Wanted:
+    return Wanted(incident.deployment, incident.instance, steps, raw)
 
 
 def _widening(incident: Report) -> Iterator[tuple[int, int]]:

@@ -67,7 +67,7 @@ def add_evidence(app: FastAPI, collector: Collector) -> None:
             return too_many("other evidence is being read: try again", 5)
         await free.acquire()
         found = Found()
-        wanted = Wanted(shown.instance, (first, last), raw)
+        wanted = Wanted(shown.deployment, shown.instance, (first, last), raw)
         try:
             file = await asyncio.to_thread(_spooled, collector.settings.data_dir, wanted, found)
         except BaseException as failure:

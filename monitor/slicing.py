@@ -46,6 +46,7 @@ _LIMITS: Final = Limits()
 class Wanted:
     """What of a journal is wanted."""
 
+    deployment: str
     instance: str
     steps: tuple[int, int] = (0, STEP_MAX)
     """First and last, both included."""
@@ -100,6 +101,10 @@ def _kept(entry: Entry, wanted: Wanted, found: Found) -> Iterator[Entry]:
             return
         identity = identity_of(entry)
         if identity.instance != wanted.instance or fault_of(identity):
+            return
+        if identity.deployment != wanted.deployment:
+            # Once the engine is forgotten anybody may take its name; what follows is another's.
+            found.identities.pop(identity.rank, None)
             return
         shown = without_secrets(identity)
         found.identities[identity.rank] = shown

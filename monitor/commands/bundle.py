@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         type=Path,
-        help="file that holds a token of scope read, with --raw-tokens of scope admin; "
+        help="file that holds a token of scope read, for --raw-tokens of scope admin, too; "
         f"{TOKEN} can hold the token itself",
     )
     parser.add_argument(
