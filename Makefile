@@ -94,7 +94,7 @@ soak: setup ## ten million request-steps with every legitimate event: no inciden
 	$(BIN)/python tests/checks/soak.py --request-steps 10000000
 
 fuzz: setup ## every decoder in the hands of a coverage-guided fuzzer, SECONDS (300) for each
-	for each in frames rings journals traces; do \
+	for each in frames rings journals traces bundles; do \
 		$(BIN)/python tests/fuzz/fuzz_$$each.py --seconds $(or $(SECONDS),300) --corpus $$(mkdir -p build/corpus/$$each && echo build/corpus/$$each) || exit 1; \
 	done
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fuzz_seeds import bundle_of
+from fuzz_seeds import bundles as bundle_seeds
 from fuzz_seeds import frames as frame_seeds
 from fuzz_seeds import journals as journal_seeds
 from fuzz_seeds import rings as ring_seeds
@@ -25,10 +27,12 @@ from stagewatch.agents.ring import HEADER_SIZE
 from stagewatch.agents.ringfile import FIXED
 from stagewatch.agents.wire import Limits
 from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of, read_header
+from stagewatch.monitor.replay import replay
 from stagewatch.monitor.restoring import Restorer
-from stagewatch.monitor.sources import RingSource
+from stagewatch.monitor.sources import RingSource, open_recordings
 from stagewatch.monitor.streams import Streams
 from stagewatch.monitor.traces import TraceReader, identities, trace_file
+from stagewatch.monitor.watch import Watch
 
 _DIGESTER: Final = Digester(bytes(range(16)))
 _LIMITS: Final = Limits()
@@ -48,6 +52,8 @@ def frames(data: bytes) -> None:
     """Frames of a sidecar, and of a collector."""
     with contextlib.suppress(FrameError):
         wire.decode_downward(data)
+    with contextlib.suppress(FrameError):
+        wire.decode_from_sidecar(data, _LIMITS)
     with contextlib.suppress(FrameError):
         frame = wire.decode_upward(data, _LIMITS)
         if isinstance(frame, wire.Batch):
@@ -103,11 +109,23 @@ def traces(data: bytes) -> None:
             pass
 
 
+def bundles(data: bytes) -> None:
+    """A bundle, replayed to its end; where mended, sound but for the evidence in it."""
+    content = data[1:]
+    if data[:1] and data[0] & 1:
+        evidence = _file(f"{2:016d}.journal", content)
+        _mend_journal(evidence, bytearray(content))
+        content = bundle_of(evidence.read_bytes())
+    with contextlib.suppress(StagewatchError):
+        replay(open_recordings([_file("bundle.zip", content)]), Watch())
+
+
 TARGETS: Final = {
     "frames": Target(frames, frame_seeds),
     "rings": Target(rings, ring_seeds),
     "journals": Target(journals, journal_seeds),
     "traces": Target(traces, trace_seeds),
+    "bundles": Target(bundles, bundle_seeds),
 }
 
 
