@@ -4,19 +4,23 @@ Every run is simulated once; what hypothesis draws is how its records reach the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import _RULES, REGISTRY, Run, S, beat, cut, expected, hello, plan, settle
+from simulated import _RULES, DIGESTER, REGISTRY, Run, S, beat, cut, expected, feed_cut, hello, plan, settle
 from test_benign import verdicts
 
+from stagewatch.agents.evidence import digest_records
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.simulator import SimConfig
-from stagewatch.agents.record import Inputs
+from stagewatch.agents.record import Collective, Inputs, Kind, Payload, Record
 from stagewatch.monitor.alignment import GAP, NOT_CONSUMED, RANK_MISSING
 from stagewatch.monitor.engine import CONSISTENT
 from stagewatch.monitor.watch import Watch
@@ -241,3 +245,117 @@ def test_a_rank_that_comes_back_late_is_told_silent_and_its_rows_are_counted_onc
     counts = verdicts(watch)
     assert counts[RANK_MISSING] > 0
     assert counts.total() == run.sim.request_steps
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Of some broadcasts in a row, one rank records that it took no part in them, as if its mask had been None."""
+
+    rank: int
+    at: int
+    broadcasts: int
+    calls: bool
+    """Whether it enters the calls nevertheless."""
+
+
+def skipping(shape: tuple[int, int], skip: Skip) -> tuple[Run, set[int]]:
+    """(the sound run with one rank's broadcasts skipped, their steps); its masks and inputs are as they were."""
+    run = copy(sound(shape))
+    rank = list(run.records)[skip.rank % len(run.records)]
+    own = Kind.SENT if rank.pp == shape[0] - 1 else Kind.RECEIVED
+    broadcasts = [
+        record.step
+        for record in run.records[rank]
+        if record.kind is own and isinstance(record.body, Payload) and not record.body.skipped
+    ]
+    first = skip.at * len(broadcasts) // WHOLE
+    steps = {*broadcasts[first : first + skip.broadcasts]}
+    records = [
+        one
+        for record in run.records[rank]
+        if (one := skipped(record, calls=skip.calls) if record.step in steps else record) is not None
+    ]
+    records = [replace(record, seq=seq) for seq, record in enumerate(records)]
+    run.records = {**run.records, rank: records}
+    run.evidence = {**run.evidence, rank: digest_records(records, run.identities[rank], DIGESTER)}
+    return run, steps
+
+
+def skipped(record: Record, *, calls: bool) -> Record | None:
+    """What a rank that takes no part in a step's broadcast records in place of ``record``; None for nothing."""
+    body = record.body
+    if isinstance(body, Collective):
+        return record if calls or not body.what.startswith("pp_broadcast") else None
+    if not isinstance(body, Payload):
+        return record
+    if record.kind is Kind.CONSUMED:
+        return None
+    rows = len(body.request)
+    nothing, zeros = np.zeros((rows, 0), np.int32), np.zeros(rows, np.int32)
+    empty = msgspec.structs.replace(
+        body,
+        skipped=1,
+        num_sampled=zeros,
+        num_rejected=zeros,
+        tokens=nothing,
+        draft_tokens=nothing,
+        applied=zeros.astype(np.uint8),
+    )
+    return replace(record, body=empty)
+
+
+SKIPS = st.builds(
+    Skip,
+    rank=st.integers(0, 5),
+    at=st.integers(0, WHOLE - 1),
+    broadcasts=st.one_of(st.integers(1, 3), st.integers(1, 60)),
+    calls=st.booleans(),
+)
+
+
+def assert_only_who_skipped_is_blamed(shape: tuple[int, int], skip: Skip, delivery: Delivery) -> None:
+    (run, steps), watch = skipping(shape, skip), Watch()
+    feed(run, watch, delivery)
+    settle(run, watch)
+    for incident in watch.incidents():
+        assert {*incident.blamed} <= {skip.rank % len(run.records)}, (incident, skip)
+        assert incident.check in HONEST or incident.first_bad_step >= min(steps), (incident, skip)
+
+
+@checked(10)
+@given(SHAPES, SKIPS, deliveries(in_order=False))
+def test_a_rank_that_alone_skips_broadcasts_is_the_only_one_to_be_blamed(
+    shape: tuple[int, int], skip: Skip, delivery: Delivery
+) -> None:
+    assert_only_who_skipped_is_blamed(shape, skip, delivery)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@checked(150)
+@given(SHAPES, SKIPS, deliveries(in_order=False))
+def test_only_who_skips_is_blamed_in_many_examples(
+    shape: tuple[int, int], skip: Skip, delivery: Delivery
+) -> None:
+    assert_only_who_skipped_is_blamed(shape, skip, delivery)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (2, 2)])
+def test_a_rank_that_stays_out_of_a_broadcast_is_found_at_once(shape: tuple[int, int]) -> None:
+    """GIVEN everything arrives THEN the first broadcast it stayed out of is told, and the rank is among those named."""
+    for rank in range(shape[0] * shape[1]):
+        (run, steps), watch = skipping(shape, Skip(rank, 500, 1, calls=False)), Watch()
+        feed_cut(run, watch, seed=rank)
+        settle(run, watch)
+        first = min(watch.incidents(), key=lambda incident: incident.first_bad_step)
+        assert {first.first_bad_step} == steps
+        assert rank in first.ranks
+        assert {*first.blamed} <= {rank}
+
+
+def test_a_rank_that_only_records_nothing_of_a_broadcast_is_no_matter() -> None:
+    """It entered the calls, and what it holds afterwards is what all hold: there is nothing to accuse it of."""
+    (run, _), watch = skipping((3, 1), Skip(0, 500, 5, calls=True)), Watch()
+    feed_cut(run, watch, seed=1)
+    settle(run, watch)
+    assert watch.incidents() == []
