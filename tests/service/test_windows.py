@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_processes import wait_until
+from service_processes import BIN, wait_until
+from service_records import ROWS, append_steps, identity
 from test_pipeline_to_alert import config, replayed, reports, watched
 
 from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.workload import Workload
-from stagewatch.agents.ring import RingReader
+from stagewatch.agents.ring import RingReader, RingWriter
 
 RING_BYTES = 1 << 18
 
@@ -52,3 +53,43 @@ def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None
     (directory,) = {Path(w["path"]).parent for w in found}
     again = [i for i in replayed(directory)["incidents"] if i["id"] == first["id"]]
     assert reports(again, "lab-small") == reports([first], "lab-small")
+
+
+@pytest.mark.timeout(180)
+def test_each_node_s_sidecar_keeps_its_own_and_they_replay_together(stage: Any) -> None:
+    """GIVEN ranks on two nodes WHEN they part THEN each node keeps its rank's window, and both say what was said."""
+    collector = stage.collector()
+    key_file = stage.directory / "key"
+    key_file.touch(0o600)
+    key_file.write_text("0123456789abcdef" * 2)
+    rings: list[RingWriter] = []
+    for number in (0, 1):
+        directory = stage.directory / f"node-{number}"
+        directory.mkdir(mode=0o700)
+        rings.append(RingWriter(directory, identity(number, host=f"node-{number}"), 1 << 20))
+        append_steps(rings[-1], 40)
+        stage.process(
+            *(BIN / "stagewatch-agent", "ship", "--ring-dir", directory, "--collector", collector.url),
+            *("--key-file", key_file),
+            STAGEWATCH_TOKEN=collector.token,
+        )
+    for number, ring in enumerate(rings):
+        append_steps(ring, 40, first_step=41, wrong_token=number)
+        ring.close()
+
+    def windows() -> Any:
+        found = collector.get("/v1/incidents?severity=critical")["incidents"]
+        told = [collector.get(f"/v1/incidents/{each['id']}") for each in found]
+        return [each for each in told if len(each["windows"]) == 2] if len(told) >= ROWS else None
+
+    incident = min(
+        wait_until(windows, "a critical incident has both windows"), key=lambda each: str(each["id"])
+    )
+    assert [(w["rank"], w["host"], w["failure"]) for w in incident["windows"]] == [
+        ("dp0.pp0.tp0", "node-0", ""),
+        ("dp0.pp1.tp0", "node-1", ""),
+    ]
+    paths = [Path(w["path"]) for w in incident["windows"]]
+    assert [path.parents[2].name for path in paths] == ["node-0", "node-1"]
+    (again,) = [each for each in replayed(*paths)["incidents"] if each["id"] == incident["id"]]
+    assert reports([again], "life-1") == reports([incident], "life-1")
