@@ -17,7 +17,7 @@ from stagewatch.agents.lab.config import LabConfig
 from stagewatch.agents.lab.engine import Hand, start_lab
 from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.faults import REGISTRY
-from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY, Part
+from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY, Part, ProcessFault
 from stagewatch.agents.lab.messages import Output
 from stagewatch.agents.lab.nodes import Nodes
 from stagewatch.agents.lab.recording import TraceWriter
@@ -76,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "--benign", action="store_true", help="aborts, preemption, chunks, variable K: all at once"
     )
     simulate.add_argument(
-        "--config", help="a SimConfig as JSON, as printed by an earlier run; excludes the other options"
+        "--config",
+        help="what is not as in a plain run, or with --benign in a benign one, as JSON; excludes all other options",
     )
     simulate.add_argument(
         "--trace", type=Path, metavar="NAME", help="write NAME.rankN.jsonl for `stagewatch replay`"
@@ -179,6 +180,10 @@ def _simulate(options: argparse.Namespace) -> int:
     config = _sim_config(options)
     print(f"{config.line}   # at {_commit()}", file=sys.stderr)
     simulator = Simulator(config, record=options.trace is not None)
+    if isinstance(simulator.fault, ProcessFault):
+        raise LabError(
+            f"fault {simulator.fault.NAME} strikes processes, of which a simulation has none: run the lab"
+        )
     result = simulator.run()
     if options.trace is not None:
         for number, (_, records) in enumerate(sorted(result.records.items())):
@@ -191,10 +196,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _sim_config(options: argparse.Namespace) -> SimConfig:
     if options.config is not None:
-        try:
-            return msgspec.json.decode(options.config, type=SimConfig)
-        except msgspec.MsgspecError as error:
-            raise LabError(f"--config is no simulator configuration: {error}") from None
+        return SimConfig.decode(options.config, benign=options.benign)
     sizes = {"pp": options.pp, "tp": options.tp, "dp": options.dp, "spec_tokens": options.k}
     if options.benign:
         return replace(

@@ -13,7 +13,9 @@ from stagewatch.agents.lab.config import node_dir
 from stagewatch.agents.lab.faults_process import Act, Verb
 from stagewatch.agents.ring import check_directory
 
-END_S: Final = 30.0
+DRAIN_S: Final = 30
+"""How long a sidecar may take to ship what is left: longer than it waits before it tries a collector again."""
+END_S: Final = 40.0
 
 
 class Nodes:
@@ -66,7 +68,13 @@ class Nodes:
             self._processes[stage] = subprocess.Popen(  # noqa: S603  # our own command, with our own options
                 [
                     *(sys.executable, "-m", "stagewatch.agents", "ship", "--ring-dir", str(directory)),
-                    *("--key-file", str(self._ring_dir / KEY_FILE_NAME), *self._options),
+                    *(
+                        "--key-file",
+                        str(self._ring_dir / KEY_FILE_NAME),
+                        "--drain-s",
+                        str(DRAIN_S),
+                        *self._options,
+                    ),
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,11 +1,13 @@
 """What determines a run of the simulator, down to the last token."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from stagewatch.agents.identity import Sizes
 from stagewatch.agents.lab.runconfig import RunConfig
+from stagewatch.agents.lab.scheduler import LabError
 from stagewatch.agents.lab.stage import StageConfig
 from stagewatch.agents.lab.workload import Workload
 
@@ -75,9 +77,28 @@ class SimConfig(RunConfig):
         )
 
     @property
+    def text(self) -> str:
+        """All in which the run differs from a benign one, as JSON: what `decode` makes the config of again."""
+        rest = differing(msgspec.to_builtins(self), msgspec.to_builtins(SimConfig.benign(self.seed)))
+        return msgspec.json.encode({"seed": self.seed, **rest}).decode()
+
+    @property
     def line(self) -> str:
         """One line that reproduces the run, given the same commit."""
-        return f"python -m stagewatch.agents.lab simulate --config '{msgspec.json.encode(self).decode()}'"
+        return f"python -m stagewatch.agents.lab simulate --benign --config '{self.text}'"
+
+    @classmethod
+    def decode(cls, text: str, *, benign: bool) -> "SimConfig":
+        """The config of a JSON object, which need only hold what is not as in a benign run, or in a plain one.
+
+        Raises LabError for anything else.
+        """
+        try:
+            given = msgspec.json.decode(text, type=dict[str, Any])
+            base = cls.benign(0) if benign else cls()
+            return msgspec.convert(merged(msgspec.to_builtins(base), given), cls)
+        except msgspec.MsgspecError as error:
+            raise LabError(f"--config is no simulator configuration: {error}") from None
 
     @property
     def sizes(self) -> Sizes:
@@ -88,3 +109,24 @@ class SimConfig(RunConfig):
         """The stages' part."""
         shuffle_seed = self.seed if self.shuffle_slots else None
         return replace(RunConfig.stage_config(self), shuffle_seed=shuffle_seed)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What of ``one`` is not as in ``other``, at any depth."""
+    return {
+        name: differing(value, other[name])
+        if isinstance(value, dict) and isinstance(other[name], dict)
+        else value
+        for name, value in one.items()
+        if value != other[name]
+    }
+
+
+def merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with what is ``given`` in its place, at any depth."""
+    return base | {
+        name: merged(base[name], value)
+        if isinstance(value, dict) and isinstance(base.get(name), dict)
+        else value
+        for name, value in given.items()
+    }

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -161,15 +162,31 @@ def test_the_command_line_repeats_a_simulated_run_from_its_line(tmp_path: Path) 
     command = [sys.executable, "-m", "stagewatch.agents.lab", "simulate"]
     options = ["--benign", "--pp", "3", "--requests", "20", "--fault", "payload-altered", "--fault-step", "9"]
     first = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=True)
-    config = first.stderr.split("--config '")[1].split("'")[0]
-    trace = ["--config", config, "--trace", str(tmp_path / "run")]
-    second = subprocess.run([*command, *trace], capture_output=True, text=True, timeout=60, check=True)
+    python, *again = shlex.split(first.stderr, comments=True)
+    assert (python, again[:3]) == ("python", command[1:])
+    trace = ["--trace", str(tmp_path / "run")]
+    second = subprocess.run(
+        [sys.executable, *again, *trace], capture_output=True, text=True, timeout=60, check=True
+    )
     figures = [json.loads(run.stdout) for run in (first, second)]
     for figure in figures:
         del figure["request_steps_per_s"]
     assert figures[0] == figures[1]
     assert figures[0]["injections"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"run.rank{n}.jsonl" for n in range(3)]
+
+
+def test_the_command_line_plays_a_process_fault(tmp_path: Path) -> None:
+    """One that it can play by itself; those of sidecars need to know where to ship."""
+    command = [sys.executable, "-m", "stagewatch.agents.lab", "--requests", "2", "--fault-step", "3"]
+    killed = subprocess.run([*command, "--fault", "sidecar-dead"], capture_output=True, text=True, timeout=60)
+    assert killed.returncode == 2
+    assert "sidecar-dead strikes the sidecar, which this lab does not run" in killed.stderr
+    slow = subprocess.run([*command, "--fault", "rank-slow"], capture_output=True, text=True, timeout=60)
+    assert (slow.returncode, len(slow.stdout.splitlines())) == (0, 2)
+    bare = subprocess.run([*command, "--collector", "ws://x"], capture_output=True, text=True, timeout=60)
+    assert (bare.returncode, bare.stdout) == (2, "")
+    assert "--collector needs --ring-dir and --token-file" in bare.stderr
 
 
 def process_exists(pid: int) -> bool:

@@ -245,7 +245,7 @@ def played(name: str) -> Real:
             hands = {Part.SIDECAR: nodes.do, Part.COLLECTOR: collector.do}
             with start_lab(config, hands=hands) as lab:
                 result = lab.wait(300)
-        # Its sidecars have shipped everything. What has not been compared by now never will be.
+        # Its sidecars have shipped everything.
         if not result.error:
             wait_until(
                 lambda: collector.engine(config)["compared_to"] == result.steps, "everything is compared"

@@ -1,5 +1,6 @@
 """The sound engine: ranks agree at every step, outputs are those of one unsplit engine, runs repeat exactly."""
 
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,9 @@ from msgspec.structs import fields
 from stagewatch.agents.arming import arm
 from stagewatch.agents.engines.lab import ProbeLike
 from stagewatch.agents.identity import Rank
+from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.messages import Output
+from stagewatch.agents.lab.scheduler import LabError
 from stagewatch.agents.lab.simulator import SimConfig, SimResult, Simulator
 from stagewatch.agents.lab.workload import Workload
 from stagewatch.agents.record import Collective, Inputs, Kind, Payload
@@ -240,3 +243,24 @@ def test_long_and_short_requests_end_at_their_length(prompt: int, most: int, k: 
     config = SimConfig(seed=2, pp=4, spec_tokens=k, workload=workload, max_model_len=1100, stops=False)
     result = Simulator(config).run()
     assert [len(output.tokens) for output in result.outputs.values()] == [most] * 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimConfig(),
+        SimConfig(seed=3, pp=4, workload=Workload(requests=5, prompt_len=(1, 2))),
+        SimConfig.benign(7, pp=5, dp=2, requests=9, seats=64),
+        replace(SimConfig.benign(1), stops=False, fault=Plan("old-mask", Rank(0, 1, 0), 20, 3)),
+    ],
+)
+def test_the_line_of_a_run_says_all_that_determines_it(config: SimConfig) -> None:
+    *_, benign, option, encoded = shlex.split(config.line)
+    assert (benign, option) == ("--benign", "--config")
+    assert SimConfig.decode(encoded, benign=True) == config
+
+
+def test_a_config_that_is_none_is_refused() -> None:
+    for text in ("{", '{"pp":"many"}', "[]"):
+        with pytest.raises(LabError, match="no simulator configuration"):
+            SimConfig.decode(text, benign=False)
