@@ -18,6 +18,7 @@ from stagewatch.agents.evidence import (
 from stagewatch.agents.identity import Identity, Rank, Sizes
 from stagewatch.agents.record import U64, Kind
 from stagewatch.monitor.checks.fields import digest_or_count, shown
+from stagewatch.monitor.story.filters import STEP_MAX
 from stagewatch.monitor.story.records import Bound, Called, Fed, Freed, Masked, Sent
 
 ROWS_MAX: Final = 400_000
@@ -39,10 +40,15 @@ class Selection:
 
     requests: frozenset[int] = frozenset()
     first_step: int = 0
-    last_step: int = 1 << 62
+    last_step: int = STEP_MAX
     engine: str = ""
     dp: int | None = None
     calls: bool = False
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some steps or engines are left out."""
+        return (self.first_step, self.last_step) != (0, STEP_MAX) or bool(self.engine)
 
     def takes(self, identity: Identity) -> bool:
         """Whether anything of a rank is wanted."""
@@ -234,6 +240,7 @@ def _sent(block: PayloadBlock, at: int, row: int, step: int, rank: int, kind: st
         "" if not block.drafts[at] else (
             _tokens(block, at, row, "drafts", int(block.drafts[at])) or digest_or_count(block, row, "draft_digest")
         ),
+        int(block.drafts[at]),
         bool(block.applied[row]),
         int(block.t_ns[at]),
     )  # fmt: skip

@@ -61,6 +61,8 @@ class Sent(msgspec.Struct, frozen=True):
     last: str
     """The last of them; empty where none was."""
     draft_tokens: str
+    drafts: int
+    """Draft tokens in the block; a step may use fewer."""
     applied: bool
     """In the mask when sent or received, written to its slot when consumed."""
     t_ns: int

@@ -167,7 +167,7 @@ def _life(
         told,
         sum(max(each.sampled, 0) for each in told),
         divergence(steps, ranks),
-        under_fixed_mask(steps, masked, [*sent.values()], authority),
+        under_fixed_mask(steps, masked, [*sent.values()], authority, picked.sizes.tp),
     )
 
 

@@ -63,6 +63,8 @@ class Teller:
         first, last = self._filters.steps
         selection = Selection(frozenset({key}), first, last, self._filters.engine)
         found = self._requests(key, name, selection)
+        if selection.narrows:
+            found = [story for story in found if any(life.steps for life in story.lives)]
         if not found:
             raise NotFoundError(
                 f"request {told_in_line([name])} ran no step that is wanted: widen --step or --engine"

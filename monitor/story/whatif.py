@@ -53,9 +53,16 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 def under_fixed_mask(
-    steps: Mapping[int, Mapping[int, Fed]], masked: Sequence[Masked], sent: Sequence[Sent], authority: int
+    steps: Mapping[int, Mapping[int, Fed]],
+    masked: Sequence[Masked],
+    sent: Sequence[Sent],
+    authority: int,
+    tp: int = 1,
 ) -> WhatIf:
-    """What the fixed mask changes for one life of a request, whose steps are in order."""
+    """What the fixed mask changes for one life of a request, whose steps are in order.
+
+    ``authority`` is the last stage's last rank, ``tp`` how many ranks a stage has.
+    """
     excluded = tuple(sorted({m.step for m in masked if m.fixed and not m.engine and m.step in steps}))
     if not excluded:
         if not masked:
@@ -67,17 +74,18 @@ def under_fixed_mask(
         why = "the request ran again, and every rank agreed" if later else "the request did not run again"
         return WhatIf(HARMLESS, why, excluded, later[0] if later else 0, ())
     left_out = max(step for step in excluded if step < apart)
-    return _compared(steps, sent, authority, excluded, left_out, apart)
+    return _compared(steps, sent, (authority, authority - tp + 1), excluded, left_out, apart)
 
 
 def _compared(
     steps: Mapping[int, Mapping[int, Fed]],
     sent: Sequence[Sent],
-    authority: int,
+    last_ranks: tuple[int, int],
     excluded: tuple[int, ...],
     left_out: int,
     apart: int,
 ) -> WhatIf:
+    authority, last_stage = last_ranks
     broadcast = next((s for s in sent if s.kind == "sent" and s.step == left_out), None)
     reference, before = steps[apart].get(authority), steps[left_out]
     between = [step for step in steps if left_out < step < apart]
@@ -93,16 +101,18 @@ def _compared(
     if missing or reference is None or broadcast is None:
         return WhatIf(UNKNOWN, missing, excluded, apart, ())
     values: list[WouldHold] = []
+    # Digests are of a whole block: where the step uses a part of what was sent, they cannot be compared.
+    drafts_compared = reference.draft_count == broadcast.drafts
     for rank, row in sorted(steps[apart].items()):
         earlier = before.get(rank)
-        if rank == authority or earlier is None:
+        if rank >= last_stage or earlier is None:
             continue
         computed = int(earlier.computed) + earlier.scheduled - broadcast.num_rejected
         values.append(WouldHold("num_computed", rank, row.computed, str(computed), reference.computed))
         values.append(
             WouldHold("last_sampled_tokens", rank, row.last_sampled, broadcast.last, reference.last_sampled)
         )
-        if reference.draft_count > 0 and broadcast.draft_tokens:
+        if drafts_compared and broadcast.draft_tokens:
             would = broadcast.draft_tokens
             values.append(WouldHold("draft_tokens", rank, row.draft_tokens, would, reference.draft_tokens))
     agreed = all(value.would_hold == value.last_stage for value in values)
@@ -110,4 +120,6 @@ def _compared(
         f"step {left_out} sampled {broadcast.num_sampled} tokens and rejected {broadcast.num_rejected}; with that "
         f"broadcast, every earlier stage would hold at step {apart} what {'follows' if agreed else 'is shown'} below"
     )
+    if not drafts_compared and broadcast.drafts:
+        why += f" (step {apart} uses {reference.draft_count} of the {broadcast.drafts} drafts sent: not compared)"
     return WhatIf(AGREED if agreed else STILL_APART, why, excluded, apart, tuple(values))
