@@ -30,29 +30,40 @@ def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None
     THEN both ranks' windows lie where the incident says, and replay to the same incident.
     """
     collector = stage.collector()
-    stage.sidecar(collector)
+    stage.sidecar(collector, "--freeze-most", "1000")
     lab = config(stage.ring_dir, Plan("old-mask"))
     lab = replace(
         lab,
         instance="lab-small",
+        step_sleep_ms=2.0,
         probe=replace(lab.probe, ring_bytes=RING_BYTES),
-        workload=Workload(requests=60, prompt_len=(8, 24), max_tokens=(16, 32), arrivals_per_iteration=0.1),
+        workload=Workload(requests=40, prompt_len=(8, 24), max_tokens=(16, 32), arrivals_per_iteration=0.1),
     )
-    _, _, incidents = watched(collector, lab)
-    first = min((i for i in incidents if i["severity"] == "critical"), key=lambda i: i["first_bad_step"])
-    rings = sorted(stage.ring_dir.glob("*.ring"))
-    assert [first_step_in(ring) > first["first_bad_step"] for ring in rings] == [True, True]
+    result, _, incidents = watched(collector, lab)
+    critical = [incident["id"] for incident in incidents if incident["severity"] == "critical"]
+    oldest = max(first_step_in(ring) for ring in stage.ring_dir.glob("*.ring"))
+    assert oldest > result.steps // 4, "the rings were not overwritten: what follows would show nothing"
 
-    def windows() -> Any:
-        found = collector.get(f"/v1/incidents/{first['id']}")["windows"]
-        return found if len(found) == 2 else None
+    def told() -> Any:
+        found = [collector.get(f"/v1/incidents/{each}") for each in critical]
+        return found if all(len(each["windows"]) == 2 for each in found) else None
 
-    found = wait_until(windows, "both windows are told")
-    assert [(w["rank"], w["failure"]) for w in found] == [("dp0.pp0.tp0", ""), ("dp0.pp1.tp0", "")]
-    assert all(w["first_step"] <= first["first_bad_step"] <= w["last_step"] for w in found)
-    (directory,) = {Path(w["path"]).parent for w in found}
-    again = [i for i in replayed(directory)["incidents"] if i["id"] == first["id"]]
-    assert reports(again, "lab-small") == reports([first], "lab-small")
+    # A machine under load may be too late for one of so small a ring's; that is told, and not what is tested here.
+    kept = [
+        incident
+        for incident in wait_until(told, "each incident says where both windows are")
+        if all(not w["failure"] for w in incident["windows"])
+    ]
+    gone = [incident for incident in kept if incident["first_bad_step"] < oldest]
+    assert gone, "no window outlived the rings"
+    for incident in gone[:3]:
+        windows = incident["windows"]
+        assert [w["rank"] for w in windows] == ["dp0.pp0.tp0", "dp0.pp1.tp0"]
+        assert all(w["first_step"] <= incident["first_bad_step"] <= w["last_step"] for w in windows)
+        again = replayed(*(w["path"] for w in windows))["incidents"]
+        assert reports([i for i in again if i["id"] == incident["id"]], "lab-small") == reports(
+            [incident], "lab-small"
+        )
 
 
 @pytest.mark.timeout(180)
