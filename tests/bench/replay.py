@@ -150,11 +150,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         journals = make_journal(Path(scratch), sorted(arguments.rows))
         sizes = {str(length): size for length, (_, _, size) in journals.items()}
-        rows = [
-            measured(name, source, count, Path(scratch))
-            for name in arguments.commands
-            for source, count, _ in journals.values()
-        ]
+        rows: list[Row] = []
+        for name in arguments.commands:
+            for source, count, _ in journals.values():
+                rows.append(measured(name, source, count, Path(scratch)))
+                print(rows[-1], file=sys.stderr, flush=True)  # long ones are worth having before the end
     show("replay", rows, {"seats": SEATS, "journal_bytes": sizes}, arguments.json)
 
 

@@ -16,7 +16,7 @@ from simulated import Run, plan
 from stagewatch.agents.record import Inputs, Kind, Payload
 from stagewatch.monitor.cli import main
 from stagewatch.monitor.progress import ProgressBar
-from stagewatch.monitor.story.whatif import AGREED, HARMLESS
+from stagewatch.monitor.story.whatif import AGREED, HARMLESS, NO_CHANGE
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 OLD_MASK = "old-mask-pp2-eagle7"
