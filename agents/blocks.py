@@ -177,7 +177,8 @@ def list_offsets(block: Block, column: str) -> I64:
     """Where each step's part of a row column or raw column begins: int64 [steps + 1]."""
     if isinstance(block, EventBlock):
         return np.arange(len(block.seq) + 1, dtype=np.int64)
-    rows: I64 = np.concatenate([[0], np.cumsum(block.rows, dtype=np.int64)])
+    rows = np.zeros(len(block.rows) + 1, np.int64)
+    np.cumsum(block.rows, out=rows[1:])
     if not column.startswith("raw_"):
         return rows
     if not len(getattr(block, column)):

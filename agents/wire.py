@@ -27,7 +27,7 @@ from stagewatch.agents.blocks import (
     list_offsets,
 )
 from stagewatch.agents.bodies import I32, U8, U64, Kind
-from stagewatch.agents.columnar import Column, Decoded
+from stagewatch.agents.columnar import Column, Decoded, Schema
 from stagewatch.agents.errors import FrameError, FrameLimitError
 from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity, Node, Rank
@@ -293,8 +293,8 @@ def _columns(block_type: type[Block]) -> Iterator[Column]:
         yield Column(field.name, dtype, listed=field.name not in block_type.STEP_COLUMNS)
 
 
-COLUMNS: Final[dict[type[Block], tuple[Column, ...]]] = {
-    block_type: tuple(_columns(block_type)) for block_type in set(_PARTS.values())
+COLUMNS: Final[dict[type[Block], Schema]] = {
+    block_type: Schema(_columns(block_type)) for block_type in set(_PARTS.values())
 }
 """The schema of each part, in order: what an Arrow library needs to read one."""
 
@@ -361,7 +361,8 @@ def _check_lists(
     right: Any = None
     for column, found in decoded.offsets.items():
         if column.startswith("raw_"):
-            is_right = np.array_equal(found, list_offsets(block, column))
+            # Lists without any values were found to be empty when they were read.
+            is_right = not found[-1] or np.array_equal(found, list_offsets(block, column))
         else:
             is_right = found is right or np.array_equal(found, offsets)
             right = found
