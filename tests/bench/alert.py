@@ -17,12 +17,10 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-import msgspec
-from collector import Load, make_load
+from collector import make_load, send_life
 from report import Row, cpu_s, parser, show
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
-from stagewatch.agents import wire
 from stagewatch.agents.lab.engine import LabConfig, start_lab
 from stagewatch.agents.lab.fault import Plan
 from stagewatch.agents.lab.workload import Workload
@@ -53,23 +51,6 @@ def measure(stage: DemoStage, seed: int, step_ms: float) -> tuple[list[float], l
     reader = RingReader(next(stage.ring_dir.glob(f"{config.instance}.*.ring")))
     times = [record.t_ns for record in reader.read(1 << 20) if record.kind is Kind.INPUTS]
     return waits, [found["latency_steps"] for found in critical], [(b - a) / 1e6 for a, b in pairwise(times)]
-
-
-def send_life(socket: ClientConnection, load: Load, instance: str, pause_s: float) -> None:
-    """Send a whole engine's life, frame by frame; wait for what is unacknowledged at its end."""
-    for identity in load.identities:
-        socket.send(
-            wire.encode_frame(wire.Hello(wire.PROTOCOL, msgspec.structs.replace(identity, instance=instance)))
-        )
-    wanted = {who.rank: part.next_seq for who, part in load.evidence}
-    for message in load.messages:
-        batch = wire.decode_upward(message, wire.Limits())
-        socket.send(wire.encode_frame(msgspec.structs.replace(batch, instance=instance)))
-        time.sleep(pause_s)
-    while wanted:
-        frame = wire.decode_downward(socket.recv())  # type: ignore[arg-type]  # frames are bytes
-        if isinstance(frame, wire.Ack) and wanted.get(frame.rank, -1) == frame.next_seq:
-            del wanted[frame.rank]
 
 
 @contextlib.contextmanager
