@@ -94,6 +94,8 @@ class Hub:
                         queue.get_nowait()
                     missed = await asyncio.to_thread(store.events_after, seen)
                     for number, body in missed:
+                        if reader not in self._readers:
+                            return  # dismissed while it was still taking what it missed
                         if reader.may_see(body):
                             yield _frame(number, body)
                         seen = number

@@ -11,6 +11,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = datetime.timedelta(days=1)
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""Python 3.13 insists on what RFC 5280 asks of an authority."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,8 @@ class Authority:
             names = x509.DNSName(host)
         builder = _builder(subject, self.certificate.subject, key, days)
         builder = builder.add_extension(x509.SubjectAlternativeName([names]), critical=False)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        builder = builder.add_extension(signer, critical=False)
         certificate = builder.sign(self.key, hashes.SHA256())
         return write(self.directory, name, certificate, key)
 
@@ -45,6 +59,9 @@ def authority(directory: Path, name: str) -> Authority:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = _builder(subject, subject, key, 1)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    builder = builder.add_extension(SIGNS_CERTIFICATES, critical=True)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = builder.add_extension(identifier, critical=False)
     made = Authority(directory, name, key, builder.sign(key, hashes.SHA256()))
     made.file.write_bytes(made.certificate.public_bytes(serialization.Encoding.PEM))
     return made

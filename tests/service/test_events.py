@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_store import incident
 
-from stagewatch.monitor.events import QUEUE_EVENTS, Hub
+from stagewatch.monitor.events import QUEUE_EVENTS, Hub, Reader
 from stagewatch.monitor.store import Store
 
 
@@ -83,6 +83,20 @@ def test_a_slow_reader_is_disconnected_and_counted_and_the_others_are_not(store:
         assert (hub.dropped_readers, hub.readers) == (1, 1)
         assert [chunk async for chunk in slow if not chunk.startswith(b"id: ")] == []
         assert await number(quick) == QUEUE_EVENTS + 1
+
+    asyncio.run(body())
+
+
+def test_who_is_dismissed_gets_nothing_more_of_what_it_missed(store: Store) -> None:
+    """A token that is taken away, say, while its reader is still catching up."""
+
+    async def body() -> None:
+        hub, reader = Hub(), Reader()
+        store.apply([incident(1), incident(2), incident(3)])
+        stream = hub.stream(store, 0, reader=reader)
+        assert await number(stream) == 1
+        hub.dismiss(reader)
+        assert await _drained(stream) == []
 
     asyncio.run(body())
 
