@@ -8,6 +8,8 @@ import { standing, verdicts } from "./overview.js";
 import { incidentTable } from "./incidents.js";
 
 const LOOK_MS = 250;
+/** What a lane is, and how it is called. */
+const ZOOMS = { ranks: "by rank", requests: "by request", slots: "by slot" };
 
 export async function engineView(main, { signal, parts, query, change, latest }) {
   const view = new EngineView(main, parts[0] ?? "", Number(parts[1] ?? 0), query, change, latest, signal);
@@ -19,7 +21,7 @@ class EngineView {
     Object.assign(this, { instance, dp, change, latest, signal });
     this.model = new Model();
     this.step = Number(query.get("step")) || 0;
-    this.zoom = query.get("zoom") === "requests" ? "requests" : "ranks";
+    this.zoom = query.get("zoom") in ZOOMS ? query.get("zoom") : "ranks";
     this.request = query.get("request") ?? "";
     this.rank = query.get("rank") ?? "";
     this.state = null;
@@ -50,14 +52,15 @@ class EngineView {
   tools() {
     const button = (text, title, act) => h("button", { type: "button", title, onclick: act }, text);
     this.live = button("Live", "Follow the newest step (L)", () => this.goto(0));
-    this.zoomButton = button("By request", "One lane per request instead of per rank (Z)", () => this.toggleZoom());
+    this.lens = h("select", { "aria-label": "Lanes", title: "What a lane is (Z)", onchange: () => this.zoomTo(this.lens.value) },
+      Object.entries(ZOOMS).map(([zoom, text]) => h("option", { value: zoom }, text)));
     this.seek = h("input", { type: "range", min: 1, max: 1, value: 1, "aria-label": "Step", oninput: () => this.goto(Number(this.seek.value)) });
     this.find = h("input", { type: "search", size: 14, value: this.request, "aria-label": "Request", placeholder: "request id", oninput: () => this.filter({ request: this.find.value.trim() }) });
     this.pick = h("select", { "aria-label": "Rank", onchange: () => this.filter({ rank: this.pick.value }) }, h("option", { value: "" }, "all ranks"));
     return h("div", { class: "tools", role: "toolbar", "aria-label": "Replay" },
       this.live, button("−1", "One step back (←)", () => this.move(-1)), button("+1", "One step on (→)", () => this.move(1)), this.seek,
       button("◀ incident", "Previous incident (P)", () => this.jump(-1)), button("incident ▶", "Next incident (N)", () => this.jump(1)),
-      this.zoomButton, this.pick, this.find);
+      this.lens, this.pick, this.find);
   }
 
   legend() {
@@ -81,7 +84,7 @@ class EngineView {
     while (!this.signal.aborted) {
       try {
         if (looks % 4 === 0) await this.lookAround();
-        const detailed = this.zoom === "requests";
+        const detailed = this.zoom !== "ranks";
         if (detailed && !this.model.detailed) this.model.clear();
         const path = `/v1/engines/${encodeURIComponent(this.instance)}/picture?dp=${this.dp}&after=${this.model.revision}&batches=${detailed}`;
         if (this.model.take(await get(path, this.signal), detailed)) this.draw();
@@ -155,14 +158,14 @@ class EngineView {
       if (!reasons.has(step)) reasons.set(step, model.reason(step));
       return reasons.get(step) ? { kind: "unknown", state: 0 } : null;
     };
-    if (this.zoom === "requests") {
+    if (this.zoom !== "ranks") {
       this.lattice.lane = 14;
-      const key = [model.version, this.lattice.first, this.lattice.last, this.request, this.rank].join(" ");
+      const key = [this.zoom, model.version, this.lattice.first, this.lattice.last, this.request, this.rank].join(" ");
       if (key !== this.laned) {
         this.laned = key;
-        this.byRequest = this.requestLanes();
+        this.byRow = this.rowLanes();
       }
-      return this.byRequest;
+      return this.byRow;
     }
     const ranks = this.ranks();
     this.lattice.lane = ranks.length > 24 ? 12 : 22;
@@ -172,11 +175,14 @@ class EngineView {
       .map(({ name, index, early }) => ({ name, cell: (step) => this.rankCell(step, index, early) ?? unknown(step) }));
   }
 
-  requestLanes() {
+  /** Lanes of batch rows: a request's, or those that ran in a slot of the last stage. */
+  rowLanes() {
     const wanted = this.rank === "" ? null : Number(this.rank);
     const first = Math.max(1, this.lattice.first);
-    return this.model.lanes(first, this.lattice.last, this.request).map((lane) => ({
-      name: lane.request,
+    const bySlot = this.zoom === "slots";
+    return this.model.lanes(first, this.lattice.last, this.request, bySlot).map((lane) => ({
+      name: bySlot ? `slot ${lane.key}` : lane.key,
+      request: (step) => lane.cells.get(step)?.request,
       cell: (step) => {
         const cell = lane.cells.get(step);
         if (!cell) return null;
@@ -221,7 +227,7 @@ class EngineView {
     lattice.cursor.lane = Math.min(lattice.cursor.lane, Math.max(0, lanes.length - 1));
     lattice.draw(lanes, lattice.last);
     this.live.setAttribute("aria-pressed", String(live));
-    this.zoomButton.setAttribute("aria-pressed", String(this.zoom === "requests"));
+    this.lens.value = this.zoom;
     Object.assign(this.seek, { min: model.oldest || 1, max: model.newest || 1, value: at });
     const gone = !live && model.order.length && !model.steps.has(at);
     this.note.textContent = gone
@@ -276,8 +282,8 @@ class EngineView {
     }
   }
 
-  toggleZoom() {
-    this.zoom = this.zoom === "ranks" ? "requests" : "ranks";
+  zoomTo(zoom) {
+    this.zoom = zoom;
     this.holder.scrollTop = 0;
     this.remember();
     this.draw();
@@ -291,7 +297,7 @@ class EngineView {
   }
 
   remember() {
-    this.change({ step: this.step || "", zoom: this.zoom === "requests" ? "requests" : "", request: this.request, rank: this.rank });
+    this.change({ step: this.step || "", zoom: this.zoom === "ranks" ? "" : this.zoom, request: this.request, rank: this.rank });
   }
 
   click(event) {
@@ -304,11 +310,12 @@ class EngineView {
 
   key(event) {
     const { lattice } = this;
-    const lane = (by) => {
+    const goLane = (by) => {
       lattice.cursor.lane = Math.max(0, Math.min(lattice.lanes.length - 1, lattice.cursor.lane + by));
       lattice.reveal(lattice.cursor.lane);
-      const name = lattice.lanes[lattice.cursor.lane]?.name;
-      if (name) this.said.textContent = name;
+      const lane = lattice.lanes[lattice.cursor.lane];
+      const request = this.zoom === "slots" && lane?.request(lattice.cursor.step);
+      if (lane) this.said.textContent = request ? `${lane.name}: ${request}` : lane.name;
       this.draw();
     };
     const size = (by) => {
@@ -317,9 +324,9 @@ class EngineView {
     };
     const acts = {
       ArrowLeft: () => this.move(event.shiftKey ? -10 : -1), ArrowRight: () => this.move(event.shiftKey ? 10 : 1),
-      ArrowUp: () => lane(-1), ArrowDown: () => lane(1), Home: () => this.goto(this.model.oldest), End: () => this.goto(0),
+      ArrowUp: () => goLane(-1), ArrowDown: () => goLane(1), Home: () => this.goto(this.model.oldest), End: () => this.goto(0),
       "+": () => size(2), "=": () => size(2), "-": () => size(-2),
-      l: () => this.goto(0), n: () => this.jump(1), p: () => this.jump(-1), z: () => this.toggleZoom(),
+      l: () => this.goto(0), n: () => this.jump(1), p: () => this.jump(-1), z: () => this.zoomTo(Object.keys(ZOOMS)[(Object.keys(ZOOMS).indexOf(this.zoom) + 1) % 3]),
       Enter: () => this.open(),
     };
     const act = acts[event.key.length === 1 ? event.key.toLowerCase() : event.key];

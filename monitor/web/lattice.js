@@ -1,5 +1,6 @@
-// Drawing. One lattice: lanes down (ranks, or requests when zoomed in), steps across, newest at the right.
-// Shapes say what colours say: a cross differs, a notch was excluded, a bar is frozen, a slope drifts, hatching is unknown.
+// Drawing. One lattice: lanes down (ranks, or requests or slots when zoomed in), steps across, newest at the right.
+// Shapes say what colours say: a cross differs, a notch was excluded, a bar is frozen, a slope drifts, hatching is unknown,
+// and in a slot's lane a line stands where another request begins.
 
 import { DIFFERS, EXCLUDED, FROZEN, PREFILL } from "./model.js";
 
@@ -139,6 +140,10 @@ export function paint(pen, colours, cell, x, y, width, height) {
       pen.lineTo(x + width - 1.5, y + height - 1.5);
     }
     pen.stroke();
+  }
+  if (cell.begins) {
+    pen.fillStyle = colours.text;
+    pen.fillRect(x - 1, y - 1, 2, height + 2);
   }
   if (cell.state & EXCLUDED) {
     pen.fillStyle = colours.excluded;

@@ -70,14 +70,19 @@ export class Model {
     return count;
   }
 
-  /** Rows from `first` to `last`, by request, in the order in which requests appear: [{request, cells: Map(step → cell)}]. */
-  lanes(first, last, wanted) {
+  /**
+   * Rows from `first` to `last`: [{key, cells: Map(step → cell)}]. Lanes are requests, in the order in which they
+   * appear, or slots, in theirs; a slot's cell that another request begins has `begins`.
+   */
+  lanes(first, last, wanted, bySlot = false) {
     const lanes = new Map();
     const add = (step, request, cell) => {
       if (wanted && !request.includes(wanted)) return;
-      let lane = lanes.get(request);
-      if (!lane) lanes.set(request, lane = { request, cells: new Map() });
-      lane.cells.set(step, cell);
+      const key = bySlot ? cell.slot : request;
+      let lane = lanes.get(key);
+      if (!lane) lanes.set(key, lane = { key, request, cells: new Map() });
+      lane.cells.set(step, bySlot && lane.request !== request ? { ...cell, begins: true } : cell);
+      lane.request = request;
     };
     for (let step = first; step <= last; step++) {
       const found = this.steps.get(step);
@@ -91,6 +96,7 @@ export class Model {
         for (const mark of found.marks.values()) add(step, mark.request, mark);
       }
     }
-    return [...lanes.values()];
+    const found = [...lanes.values()];
+    return bySlot ? found.sort((a, b) => a.key - b.key) : found;
   }
 }

@@ -1,6 +1,7 @@
 """The live page in a real browser, before a collector that a real pipeline feeds."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from service_processes import CollectorProcess, wait_until
 
 from stagewatch.agents.lab.engine import start_lab
 
-VIEWS = ("", "#/incidents", "ENGINE", "ENGINE?zoom=requests", "INCIDENT")
+VIEWS = ("", "#/incidents", "ENGINE", "ENGINE?zoom=requests", "ENGINE?zoom=slots", "INCIDENT")
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +267,76 @@ class TestHostile:
         assert evil in page.get_by_role("heading", level=1).inner_text()
         assert page.locator("main img, main script").count() == 0
         assert page.title() != "taken"
+
+
+class TestSlots:
+    def test_slots_as_lanes_hold_who_ran_in_them_and_show_where_another_begins(
+        self, seen: Seen, site: Site
+    ) -> None:
+        # GIVEN a run with fewer slots than requests
+        page = seen.page
+        config, _ = site.run(None, seats=3, seed=9)
+        where = f"/v1/engines/{config.instance}"
+
+        def ended() -> bool:
+            [engine] = site.collector.get(where)["engines"]
+            return all(rank["ended"] for rank in engine["ranks"])
+
+        wait_until(ended, "the run has ended")
+        picture = site.collector.get(f"{where}/picture?batches=true")
+        batches, starts = picture["batches"], 0
+        owners: dict[int, dict[int, str]] = {}
+        for step, rows in zip(picture["step"], picture["rows"], strict=True):
+            for row in range(starts, starts + rows):
+                owner = picture["requests"][batches["request"][row]]
+                owners.setdefault(batches["slot"][row], {})[step] = owner
+            starts += rows
+        shared = next(slot for slot, of_step in owners.items() if len(set(of_step.values())) > 1)
+        second = list(dict.fromkeys(owners[shared].values()))[1]
+        step = next(step for step, owner in owners[shared].items() if owner == second)
+        # WHEN one zooms to slots, by the control THEN the address says so
+        seen.enter(site.collector.token, f"#/engine/{config.instance}/0?step={step}")
+        page.get_by_label("Lanes").select_option("by slot")
+        wait_until(lambda: "zoom=slots" in page.url, "the address names the zoom")
+        # AND the keyboard goes through the slots, in order, and says who has each
+        lattice = page.get_by_role("application")
+        lattice.focus()
+        wait_until(
+            lambda: page.evaluate("document.querySelector('.tall').clientHeight") >= 14 * len(owners), "lanes"
+        )
+        for key in ("ArrowUp", *["ArrowDown"] * sorted(owners).index(shared)):
+            lattice.press(key)
+        told = page.get_by_role("main").get_by_role("status").first
+        wait_until(lambda: told.inner_text() == f"slot {shared}: {second}", "the slot's owner is told")
+        # AND a line stands where the slot changed hands
+        model = page.evaluate(
+            """async (picture) => {
+                 const { Model } = await import('/page/model.js');
+                 const model = new Model();
+                 model.take(picture, true);
+                 return model.lanes(1, picture.step.at(-1), '', true).map((lane) =>
+                   [lane.key, [...lane.cells].filter(([, cell]) => cell.begins).map(([step]) => step)]);
+               }""",
+            picture,
+        )
+        assert [slot for slot, _ in model] == sorted(owners)
+        for slot, begins in model:
+            changes = [
+                step
+                for (_, before), (step, after) in pairwise(sorted(owners[slot].items()))
+                if before != after
+            ]
+            assert begins == changes
+
+    def test_z_goes_from_ranks_to_requests_to_slots_and_back(
+        self, seen: Seen, site: Site, faulty: dict[str, Any]
+    ) -> None:
+        page = seen.page
+        seen.enter(site.collector.token, f"#/engine/{faulty['instance']}/0")
+        lattice = page.get_by_role("application")
+        for wanted in ("requests", "slots", "ranks"):
+            lattice.press("z")
+            wait_until(lambda w=wanted: page.get_by_label("Lanes").input_value() == w, f"lanes are {wanted}")
 
 
 class TestLarge:
