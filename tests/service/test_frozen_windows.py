@@ -21,6 +21,7 @@ def first_step_in(ring: Path) -> int:
     return next(record.step for record in RingReader(ring).read(1 << 20) if record.kind.name == "INPUTS")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None:
     """The real chain.
@@ -37,12 +38,11 @@ def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None
         instance="lab-small",
         step_sleep_ms=2.0,
         probe=replace(lab.probe, ring_bytes=RING_BYTES),
-        workload=Workload(requests=40, prompt_len=(8, 24), max_tokens=(16, 32), arrivals_per_iteration=0.1),
+        workload=Workload(requests=60, prompt_len=(8, 24), max_tokens=(16, 32), arrivals_per_iteration=0.1),
     )
-    result, _, incidents = watched(collector, lab)
+    _, _, incidents = watched(collector, lab)
     critical = [incident["id"] for incident in incidents if incident["severity"] == "critical"]
     oldest = max(first_step_in(ring) for ring in stage.ring_dir.glob("*.ring"))
-    assert oldest > result.steps // 4, "the rings were not overwritten: what follows would show nothing"
 
     def told() -> Any:
         found = [collector.get(f"/v1/incidents/{each}") for each in critical]
@@ -55,7 +55,7 @@ def test_the_window_outlives_the_ring_and_says_what_was_said(stage: Any) -> None
         if all(not w["failure"] for w in incident["windows"])
     ]
     gone = [incident for incident in kept if incident["first_bad_step"] < oldest]
-    assert gone, "no window outlived the rings"
+    assert gone, f"no window outlived rings that begin at step {oldest}"
     for incident in gone[:3]:
         windows = incident["windows"]
         assert [w["rank"] for w in windows] == ["dp0.pp0.tp0", "dp0.pp1.tp0"]
