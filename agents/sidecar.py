@@ -22,7 +22,8 @@ from stagewatch.agents.identity import Node
 from stagewatch.agents.ring import check_directory
 from stagewatch.agents.shipping import Destination, Shipper, TailKey
 from stagewatch.agents.tail import Privacy, Tail
-from stagewatch.agents.windows import Freezer, Windows
+from stagewatch.agents.windowqueue import Windows
+from stagewatch.agents.windows import Freezer
 
 log = logging.getLogger("stagewatch.sidecar")
 

@@ -6,7 +6,6 @@ and pauses as long as it works. A step that a window kept before holds is not ke
 bounded: the oldest incident's windows go first, and are counted.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -14,8 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,7 +27,7 @@ from stagewatch.agents.evidence import Evidence, digest_records
 from stagewatch.agents.identity import Identity, Rank
 from stagewatch.agents.record import Kind, Record
 from stagewatch.agents.ring import RingReader, check_directory
-from stagewatch.agents.tail import Privacy, Tail, pseudonymised
+from stagewatch.agents.tail import Privacy, pseudonymised
 from stagewatch.agents.wire import Freeze, Frozen
 
 log = logging.getLogger("stagewatch.sidecar")
@@ -42,8 +40,6 @@ STEPS_AFTER: Final = 256
 """Steps after the newest known then beyond which nothing is read, should the engine be as fast as we."""
 SETTLE_S: Final = 2.0
 """How long the steps after an incident are waited for."""
-WAITING_MAX: Final = 256
-"""Windows asked for that may wait to be frozen."""
 SHARE: Final = 8
 """One window takes at most this part of all the bytes."""
 RECORDS_PER_FRAME: Final = 512
@@ -221,48 +217,6 @@ class Freezer:
             else:
                 time.sleep(_POLL_S)
         raise WindowError("the sidecar ends")
-
-
-class Windows:
-    """The requests for windows, one after the other: only the newest `WAITING_MAX` wait, and none makes others wait."""
-
-    def __init__(self, freezer: Freezer) -> None:
-        self.privacy: Privacy | None = None
-        """How to digest; None before the ring directory was opened."""
-        self._freezer = freezer
-        self._waiting: deque[tuple[Path, Freeze]] = deque()
-        self._overtaken = 0
-        self._wake = asyncio.Event()
-
-    @property
-    def dropped(self) -> int:
-        """Windows, and requests for some, that had to make room."""
-        return self._freezer.dropped + self._overtaken
-
-    def ask(self, tail: Tail, freeze: Freeze) -> None:
-        """Take a request of the collector."""
-        if any(freeze == waiting for _, waiting in self._waiting):
-            return
-        if len(self._waiting) >= WAITING_MAX:
-            self._waiting.popleft()
-            self._overtaken += 1
-        self._waiting.append((tail.path, freeze))
-        self._wake.set()
-
-    async def run(self, say: Callable[[Frozen], None]) -> None:
-        """Freeze what is asked for, until cancelled."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._waiting and self.privacy is not None:
-                path, freeze = self._waiting[0]
-                say(await asyncio.to_thread(self._freezer.freeze, path, self.privacy, freeze))
-                with contextlib.suppress(ValueError):  # it may have been overtaken meanwhile
-                    self._waiting.remove((path, freeze))
-
-    def end(self) -> None:
-        """Give up what is being frozen."""
-        self._freezer.end()
 
 
 def _shown(identity: Identity, privacy: Privacy) -> Identity:

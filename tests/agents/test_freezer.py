@@ -15,7 +15,8 @@ from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.record import Bind, Kind
 from stagewatch.agents.ring import RingWriter
 from stagewatch.agents.tail import Privacy, Tail
-from stagewatch.agents.windows import STEPS_AROUND, WAITING_MAX, Freezer, Windows
+from stagewatch.agents.windowqueue import WAITING_MAX, Windows
+from stagewatch.agents.windows import STEPS_AROUND, Freezer
 from stagewatch.agents.wire import Freeze, Frozen
 
 ONE, TWO = "1" * 16, "2" * 16
