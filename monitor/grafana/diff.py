@@ -9,9 +9,15 @@ REDACTED: Final = "[REDACTED]"
 
 
 def alike(there: Any, wanted: Any) -> Any:
-    """``there``, as far as ``wanted`` says anything: Grafana adds ids, versions and defaults of its own."""
+    """``there``, as far as ``wanted`` says anything: Grafana adds ids, versions and defaults of its own.
+
+    And it leaves out what is false, empty or nought (Go's ``omitempty``, as in ``continue`` of a route).
+    """
     if isinstance(wanted, dict) and isinstance(there, dict):
-        return {key: alike(there.get(key), value) for key, value in wanted.items()}
+        return {
+            key: value if key not in there and not value else alike(there.get(key), value)
+            for key, value in wanted.items()
+        }
     if isinstance(wanted, list) and isinstance(there, list):
         if len(there) != len(wanted):
             return there

@@ -39,6 +39,12 @@ class GrafanaServer:
         }
         self.forbidden: set[str] = set()
         self.names_permissions = True
+        self.organisation = 7
+        self.knows_keep_firing = True
+        """Grafana 12 and later."""
+        self.respells_boards = False
+        """Gives dashboards back as its own schema has them."""
+        self.versions: dict[str, list[dict[str, Any]]] = {}
         self.race_folder = False
         """Somebody else makes the folder between our look and our write."""
         self.writes: list[str] = []
@@ -110,6 +116,7 @@ class GrafanaServer:
         "/datasources/uid/{}": "source",
         "/dashboards/db": "boards",
         "/dashboards/uid/{}": "board",
+        "/dashboards/uid/{}/versions": "versions",
         "/search": "search",
         "/v1/provisioning/alert-rules": "rules",
         "/v1/provisioning/alert-rules/{}": "rule",
@@ -179,7 +186,22 @@ class GrafanaServer:
         self.need("dashboards:read")
         if uid not in self.boards:
             raise RefusedError(404, "Dashboard not found")
-        return 200, self.boards[uid]
+        found = deepcopy(self.boards[uid])
+        if self.respells_boards:
+            found["dashboard"]["schemaVersion"] = 42
+            found["dashboard"].pop("style", None)
+        return 200, found
+
+    def versions_get(self, uid: str, **_: Any) -> tuple[int, Any]:
+        self.need("dashboards:write")
+        return 200, {"versions": self.versions[uid][::-1]}
+
+    def edited(self, uid: str, message: str = "") -> dict[str, Any]:
+        """A dashboard as somebody saves it anew, to be changed."""
+        board: dict[str, Any] = self.boards[uid]["dashboard"]
+        board["version"] += 1
+        self.versions[uid].append({"version": board["version"], "message": message})
+        return board
 
     def boards_post(self, body: Any, **_: Any) -> tuple[int, Any]:
         board = body["dashboard"]
@@ -200,6 +222,8 @@ class GrafanaServer:
             },
             "meta": {"folderUid": body["folderUid"], "provisioned": False},
         }
+        saved = {"version": version, "message": body.get("message", "")}
+        self.versions.setdefault(board["uid"], []).append(saved)
         return 200, {"uid": board["uid"], "status": "success", "version": version}
 
     def board_delete(self, uid: str, **_: Any) -> tuple[int, Any]:
@@ -219,7 +243,7 @@ class GrafanaServer:
 
     def rules_get(self, **_: Any) -> tuple[int, Any]:
         self.need("alert.provisioning:read")
-        return 200, list(self.rules.values())
+        return 200, [self.rule_as_told(rule) for rule in self.rules.values()]
 
     def rule_delete(self, uid: str, **_: Any) -> tuple[int, Any]:
         self.need("alert.provisioning:write")
@@ -232,7 +256,21 @@ class GrafanaServer:
         if not rules:
             raise RefusedError(404, "rule group not found")
         interval = self.intervals[folder, group]
-        return 200, {"title": group, "folderUid": folder, "interval": interval, "rules": rules}
+        told = [self.rule_as_told(rule) for rule in rules]
+        return 200, {"title": group, "folderUid": folder, "interval": interval, "rules": told}
+
+    def rule_as_told(self, rule: dict[str, Any]) -> dict[str, Any]:
+        """As `ProvisionedAlertRule` of Grafana's source has it; its `AlertQuery` fills in what a query leaves open."""
+        told = {**deepcopy(rule), "orgID": self.organisation, "notification_settings": None, "record": None}
+        for query in told["data"]:
+            query.setdefault("queryType", "")
+            query["model"] = {"intervalMs": 1000, "maxDataPoints": 43200, **query["model"]}
+        if not self.knows_keep_firing:
+            del told["keep_firing_for"]
+        for name in ("annotations", "labels", "provenance"):
+            if not told[name]:
+                del told[name]
+        return told
 
     def group_put(self, folder: str, group: str, body: Any, editable: bool, **_: Any) -> tuple[int, Any]:
         """Replaces the group as a whole; who gives provenance up is refused."""
@@ -284,7 +322,7 @@ class GrafanaServer:
 
     def policies_get(self, **_: Any) -> tuple[int, Any]:
         self.need("alert.provisioning:read")
-        return 200, self.policy
+        return 200, route_as_told(self.policy)
 
     def policies_put(self, body: Any, editable: bool, **_: Any) -> tuple[int, Any]:
         """Replaces the whole tree; every receiver must exist."""
@@ -294,3 +332,11 @@ class GrafanaServer:
             raise RefusedError(400, "invalid object specification: receiver does not exist")
         self.policy = body if editable else {**body, "provenance": "api"}
         return 202, {"message": "policies updated"}
+
+
+def route_as_told(route: dict[str, Any]) -> dict[str, Any]:
+    """As `Route` of Grafana's source has it: what is empty, false or nought is left out."""
+    told = {name: value for name, value in route.items() if value}
+    if "routes" in told:
+        told["routes"] = [route_as_told(each) for each in told["routes"]]
+    return told

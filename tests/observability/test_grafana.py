@@ -55,7 +55,7 @@ class TestApply:
     def test_what_was_changed_by_hand_is_brought_back(self, server: GrafanaServer) -> None:
         grafana(server, "apply", *MAIL)
         wanted = server.state()
-        server.boards["stagewatch-overview"]["dashboard"]["panels"].pop()
+        server.edited("stagewatch-overview")["panels"].pop()
         del server.rules["stagewatch-drops"]
         server.contacts["stagewatch-contact"]["settings"] = {"addresses": "somebody@example.org"}
         server.writes = []
@@ -64,6 +64,34 @@ class TestApply:
         found = server.state()
         found[2]["stagewatch-overview"]["dashboard"]["version"] = 1
         assert found == wanted
+
+    @pytest.mark.parametrize("knows_keep_firing", [True, False])
+    def test_what_grafana_says_in_its_own_words_is_no_change(
+        self, server: GrafanaServer, capsys: pytest.CaptureFixture[str], knows_keep_firing: bool
+    ) -> None:
+        """GIVEN a release that respells dashboards, or one that knows no `keep_firing_for`."""
+        server.respells_boards, server.knows_keep_firing = True, knows_keep_firing
+        grafana(server, "apply", *MAIL)
+        before, server.writes = server.state(), []
+        capsys.readouterr()
+        assert grafana(server, "apply", *MAIL) == 0
+        assert (server.state(), server.writes) == (before, [])
+        assert {line.rsplit(" ", 1)[1] for line in capsys.readouterr().out.splitlines()} == {"unchanged"}
+        # AND what somebody changed there is seen all the same
+        server.edited("stagewatch-health")["panels"].pop()
+        server.rules["stagewatch-drops"]["for"] = "9m"
+        grafana(server, "apply", *MAIL)
+        assert len(server.writes) == 2
+
+    def test_who_may_not_read_versions_has_dashboards_written_again(
+        self, server: GrafanaServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        server.respells_boards = True
+        grafana(server, "apply")
+        server.forbidden = {"dashboards:write"}
+        capsys.readouterr()
+        assert grafana(server, "apply", "--dry-run") == 0
+        assert "dashboard stagewatch: overview: would be updated" in capsys.readouterr().out
 
     def test_a_dashboard_that_was_moved_comes_back(self, server: GrafanaServer) -> None:
         grafana(server, "apply")
@@ -176,6 +204,15 @@ class TestRefusals:
         server.rules["stagewatch-drops"]["provenance"] = "file"
         assert "provisioned from a file" in self.refused(server, capsys)
 
+    def test_a_data_source_that_a_file_provisioned_is_used_as_it_is_or_not_at_all(
+        self, server: GrafanaServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        grafana(server, "apply")
+        server.sources["stagewatch-prometheus"]["readOnly"] = True
+        assert grafana(server, "apply") == 0
+        error = self.refused(server, capsys, "--prometheus-url", "http://elsewhere:9090")
+        assert "data source stagewatch Prometheus: provisioned from a file" in error
+
     def test_nobody_answers(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["grafana", "apply", "--grafana-url", "http://127.0.0.1:1"]) == 2
         assert "cannot be reached" in capsys.readouterr().err
@@ -283,6 +320,10 @@ class TestPolicy:
 class TestDiff:
     def test_what_grafana_adds_is_no_difference(self) -> None:
         assert difference({"a": 1, "id": 7, "b": [{"c": 2, "version": 3}]}, {"a": 1, "b": [{"c": 2}]}) == []
+
+    def test_what_grafana_leaves_out_because_it_is_empty_is_none(self) -> None:
+        assert difference({"a": 1}, {"a": 1, "continue": False, "routes": []}) == []
+        assert difference({"a": 1}, {"a": 1, "continue": True})
 
     def test_what_is_missing_is_one(self) -> None:
         assert difference({"b": [1]}, {"b": [1, 2]})
