@@ -40,13 +40,13 @@ class Figures:
     step_ms: list[float]
     """Time between the answers of one iteration and the next."""
     cpu_ms: float
-    """CPU time that a rank takes for an iteration, its start included."""
+    """CPU time that a rank takes for an iteration."""
 
 
 def run(config: LabConfig) -> Figures:
     """One run, from its first answer to its last."""
     times: dict[int, int] = {}
-    used: dict[Rank, float] = {}
+    used: dict[Rank, list[tuple[int, float]]] = {}
     ranks: dict[Rank, int] = {}
 
     def answered(tick: int, output: Output) -> None:
@@ -56,7 +56,7 @@ def run(config: LabConfig) -> Figures:
         if tick % 16 == 0:
             for rank, pid in ranks.items():
                 with contextlib.suppress(OSError):  # it has ended
-                    used[rank] = cpu_s(pid)
+                    used.setdefault(rank, []).append((tick, cpu_s(pid)))
 
     with start_lab(replace(config, stream_every=1), answered) as lab:
         ranks = lab.pids()
@@ -67,7 +67,9 @@ def run(config: LabConfig) -> Figures:
     ticks = sorted(times)
     steps = [(times[b] - times[a]) / 1e6 / (b - a) for a, b in pairwise(ticks)]
     seconds = (times[ticks[-1]] - times[ticks[0]]) / 1e9
-    return Figures(tokens / seconds, steps, sum(used.values()) / len(used) / (ticks[-1] // 16 * 16) * 1e3)
+    # From the first look to the last: starting a process is no part of a step.
+    cpu = [(own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) * 1e3 for own in used.values()]
+    return Figures(tokens / seconds, steps, sum(cpu) / len(cpu))
 
 
 def probe_settings(ring_dir: Path) -> ProbeSettings:
@@ -86,11 +88,11 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     """Measure and show."""
     options = parser("what the probe and the sidecar cost a real engine")
-    options.add_argument("--rounds", type=int, default=8)
-    options.add_argument("--requests", type=int, default=32)
+    options.add_argument("--rounds", type=int, default=6)
+    options.add_argument("--requests", type=int, default=24)
     args = options.parse_args()
     workload = Workload(
-        requests=args.requests, prompt_len=(8, 16), max_tokens=(96, 97), arrivals_per_iteration=16.0
+        requests=args.requests, prompt_len=(8, 16), max_tokens=(160, 161), arrivals_per_iteration=16.0
     )
     found: dict[str, list[Figures]] = {arm: [] for arm in ARMS}
     rng = random.Random(1)

@@ -175,8 +175,8 @@ def of_collector(rows: int, directory: Path) -> float:
 # Calls for a step of three records; the collector's of two ranks. A fifth above what was counted with Python 3.11.
 BOUNDS: dict[str, tuple[Callable[[int, Path], float], float]] = {
     "probe": (of_probe, 110),
-    "sidecar": (of_sidecar, 250),
-    "collector": (of_collector, 450),
+    "sidecar": (of_sidecar, 240),
+    "collector": (of_collector, 250),
 }
 
 
