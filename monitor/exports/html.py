@@ -34,7 +34,7 @@ _STYLE: Final = """
 .cells .none { stroke: var(--none); stroke-width: 1.5; }
 .cells .stroke { stroke: var(--panel); stroke-width: 1.5; fill: none; }
 .cells .mark { stroke: var(--focus); stroke-width: 2; fill: none; }
-.legend svg { vertical-align: -4px; margin-right: .35rem; }
+.legend .cells { display: inline-block; vertical-align: -4px; margin-right: .35rem; }
 h2 { overflow-wrap: anywhere; }
 @media print { .scroll { overflow-x: visible; } .panel { break-inside: avoid; } }
 """
@@ -153,7 +153,9 @@ class HtmlExporter:
         )
         marked = incident.first_bad_step if incident is not None else 0
         about = f"around {incident.id}" if incident is not None else f"of {key[0]}, replica {key[1]}"
-        return _scrolled(f"Lattice {about}", lattice_svg(columns, names, title, marked))
+        return _scrolled(
+            f"Lattice {about}", lattice_svg(columns, names, (sizes.pp - 1) * sizes.tp, title, marked)
+        )
 
     def _incident(
         self,

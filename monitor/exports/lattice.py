@@ -64,8 +64,13 @@ def columns_of(shown: Showing, ranks: int, first: int, last: int) -> list[Column
     return found
 
 
-def lattice_svg(columns: Sequence[Column], names: Sequence[str], title: str, marked_step: int = 0) -> str:
-    """An SVG picture. ``names`` of the ranks, first stage first; ``marked_step`` gets a frame."""
+def lattice_svg(
+    columns: Sequence[Column], names: Sequence[str], early: int, title: str, marked_step: int = 0
+) -> str:
+    """An SVG picture. ``names`` of the ranks, first stage first.
+
+    The first ``early`` of them belong to earlier stages, which a broadcast is for. ``marked_step`` gets a frame.
+    """
     width, height = LABEL + len(columns) * CELL + 8, AXIS + len(names) * LANE + 4
     parts = [
         f'<svg class="cells" role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -80,7 +85,7 @@ def lattice_svg(columns: Sequence[Column], names: Sequence[str], title: str, mar
         y = AXIS + rank * LANE
         parts.append(f'<text class="lane" x="4" y="{y + 14}">{escape(name)}</text>')
         for place, column in enumerate(columns):
-            parts.append(_cell(column, rank, LABEL + place * CELL, y, rank == len(names) - 1))
+            parts.append(_cell(column, rank, LABEL + place * CELL, y, rank < early))
     for place, column in enumerate(columns):
         if marked_step and column.first <= marked_step <= column.last:
             x = LABEL + place * CELL
@@ -90,7 +95,7 @@ def lattice_svg(columns: Sequence[Column], names: Sequence[str], title: str, mar
     return "".join([*parts, "</svg>"])
 
 
-def _cell(column: Column, rank: int, x: int, y: int, is_last: bool) -> str:
+def _cell(column: Column, rank: int, x: int, y: int, is_early: bool) -> str:
     width, height = CELL - 1, LANE - 2
     steps = (
         f"step {column.first}" if column.first == column.last else f"steps {column.first} to {column.last}"
@@ -114,7 +119,7 @@ def _cell(column: Column, rank: int, x: int, y: int, is_last: bool) -> str:
     elif differs:
         cross = f"M{x + 2} {y + 2}L{x + width - 2} {y + height - 2}M{x + width - 2} {y + 2}L{x + 2} {y + height - 2}"
         shapes.append(f'<path class="stroke" d="{cross}"/>')
-    if column.excluded and is_last:
+    if column.excluded and is_early:
         said += ", a row was dropped from the broadcast"
         shapes.append(f'<path class="excluded" d="M{x} {y}h{width}l-{width / 2} 8z"/>')
     return f"<g><title>{steps}: {said}</title>{''.join(shapes)}</g>"

@@ -32,6 +32,7 @@ class TableFile:
         self._forget()
         try:
             self.path.touch(PRIVATE)
+            self.path.chmod(PRIVATE)
             self._writer: Any = parquet.ParquetWriter(self.path, self._schema, compression="zstd")
         except OSError as error:
             raise ExportError(f"{self.path}: cannot be written: {error}") from None

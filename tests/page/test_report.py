@@ -100,6 +100,10 @@ class TestReport:
         )
         assert f"step {worst.last_good_step}: agrees with the last stage" in titles
         assert page.locator(f"#i{worst.id} svg .mark").count() == 1
+        dropped = (
+            f"step {worst.chain[0].step}: agrees with the last stage, a row was dropped from the broadcast"
+        )
+        assert titles.count(dropped) == 4, "the four ranks of the earlier stages miss it"
 
     def test_a_link_leads_from_the_list_to_the_incident(self, opened: Any, faulty: Recorded) -> None:
         page = opened(faulty.journal)
