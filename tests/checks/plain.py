@@ -63,7 +63,7 @@ class PlainRows:
         self._rows = [row for row in self._rows if row["step"] > upto]
 
     def link(self) -> Links:
-        steps = sorted({row["step"] for row in self._rows})
+        place = {step: at for at, step in enumerate(sorted({row["step"] for row in self._rows}))}
         last: dict[int, dict[str, int]] = {}
         linked: list[tuple[dict[str, int], dict[str, int]]] = []
         fresh = {id(row) for row in self._fresh}
@@ -93,7 +93,7 @@ class PlainRows:
             ),
             complete=np.array(
                 [
-                    steps.index(row["step"]) - steps.index(before["step"]) == row["step"] - before["step"]
+                    place[row["step"]] - place[before["step"]] == row["step"] - before["step"]
                     for row, before in linked
                 ],
                 np.bool_,
