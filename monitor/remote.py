@@ -18,7 +18,8 @@ from stagewatch.monitor.bundling import Origin, Told
 from stagewatch.monitor.incidents import Report, Window
 from stagewatch.monitor.slicing import CUT, RAW_LEFT_OUT, Found, Wanted, sliced
 
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 600.0
+"""A collector may have gigabytes of journal to look through before it answers."""
 _ID: Final = re.compile(r"[0-9a-f]{16}")
 
 

@@ -21,7 +21,8 @@ HELP: Final = (
 )
 DESCRIPTION: Final = (
     "Run the same alignment and checks over recordings as the collector runs live, and tell what happened. SOURCE is a "
-    "collector's data directory, a ring left by an engine (NAME.ring), a dump (`stagewatch-agent dump`), a trace "
+    "collector's data directory, a ring left by an engine (NAME.ring), a dump (`stagewatch-agent dump`), a bundle "
+    "(`stagewatch bundle`), a trace "
     "(NAME.rankN.jsonl), or a directory of these; give all ranks of a run. COMMAND is "
     "one of: `incidents` (what was found; without COMMAND, too), `show INCIDENT` (all of one: where the ranks part, "
     "the chain of cause, what the fixed mask changes), `request ID` (a request's whole life), `step N` (every row on "

@@ -13,6 +13,7 @@ import pytest
 from commands import Command, Outcome, command
 from recorded import Recorded, record
 from simulated import Run, plan
+from test_equal_to_live import QUICK, SIMULATED, recorded
 
 from stagewatch.agents import wire
 from stagewatch.agents.digest import Digester
@@ -25,9 +26,6 @@ from stagewatch.monitor.cli import main
 from stagewatch.monitor.incidents import Report
 from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of
 from stagewatch.monitor.sources import open_recordings
-
-QUICK = ("old-mask", "stale-slot-write", "op-dropped", "dummy-skipped")
-"""An exclusion, a write judged only at the end, and two engines that stand still."""
 
 
 @pytest.fixture
@@ -55,12 +53,24 @@ def encoded(report: Any) -> bytes:
 
 
 class TestWhatReplaySays:
-    @pytest.mark.parametrize("name", QUICK)
+    @pytest.mark.parametrize("steps", [None, 8])
+    @pytest.mark.parametrize(
+        "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED]
+    )
     def test_the_same_incident_byte_for_byte(
-        self, name: str, bundle: Command, replay: Command, tmp_path: Path
+        self,
+        name: str,
+        steps: int | None,
+        bundle: Command,
+        replay: Command,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """GIVEN a run with a fault WHEN its worst incident is packed THEN the file alone says of it what live did."""
-        kept = record(Run(plan(name, from_step=3, requests=14)), tmp_path)
+        if steps is not None:
+            monkeypatch.setattr(bundling, "STEPS_BEFORE", steps)
+            monkeypatch.setattr(bundling, "STEPS_AFTER", steps)
+        kept = recorded(name, tmp_path)
         live, out = worst(kept), tmp_path / "a.zip"
         packed = bundle(live.id, "--from", kept.journal, "-o", out, "--json")
         assert (packed.status, packed.err, packed.json["reproduces"]) == (0, "", True)
