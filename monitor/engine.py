@@ -249,7 +249,7 @@ class Engine:
             missing=tuple(rank for index, rank in enumerate(ranks) if index not in self._ranks),
             compared_to=max(self._compared_to, self._aligner.judged),
             verdicts=dict(self.verdicts),
-            worst=max((incident.severity for incident in self.incidents()), default=None),
+            worst=self._troubles.worst,
             wedged=self._wedged,
             drafts_accepted=self._statistics.accepted,
             drafts_rejected=self._statistics.rejected,

@@ -31,6 +31,11 @@ class Troubles:
             first = began if known is None else min(known.first_ns, began)
             self._known[key] = Trouble(*key, first, now_ns)
 
+    @property
+    def worst(self) -> Severity | None:
+        """The highest severity that any incident reached."""
+        return max((severity for _, severity, _ in self._known), default=None)
+
     def known(self) -> tuple[Trouble, ...]:
         """All of them, in no order."""
         return tuple(self._known.values())

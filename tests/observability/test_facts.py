@@ -116,6 +116,15 @@ class TestTroubles:
     def test_a_sound_engine_has_none(self) -> None:
         assert watched(Run(SimConfig.benign(3, pp=3, requests=20))).troubles == ()
 
+    @pytest.mark.parametrize("fault", ["old-mask", "width-mismatch"])
+    def test_the_worst_is_that_of_the_incidents(self, fault: str) -> None:
+        """It is asked for at each scrape, and must not cost a walk through thousands of incidents."""
+        run, watch = Run(plan(fault)), Watch()
+        feed_cut(run, watch, 1)
+        settle(run, watch)
+        (state,) = watch.states()
+        assert state.worst == max((incident.severity for incident in watch.incidents()), default=None)
+
     def test_the_founding_fault_names_the_stage_and_when_it_began_and_was_last_seen(self) -> None:
         """GIVEN a fault judged at one moment and again at a later one THEN its trouble spans both, and then stays."""
         run, watch = Run(plan("old-mask")), Watch()
