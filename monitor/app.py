@@ -146,7 +146,10 @@ def _add_health(app: FastAPI, collector: Collector) -> None:
     async def prometheus(request: Request) -> Response:
         """Metrics as Prometheus reads them; a token for some deployments sees only those' series."""
         collector.engines()
-        text, kind = collector.metrics.scrape(request.headers.get("accept", ""), _deployments(request))
+        # Tens of thousands of series take a while to write down, and evidence must not wait for it.
+        text, kind = await asyncio.to_thread(
+            collector.metrics.scrape, request.headers.get("accept", ""), _deployments(request)
+        )
         return Response(text, media_type=kind)
 
 

@@ -27,8 +27,10 @@ from stagewatch.monitor.observers import Snapshot
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 INTERNAL_PLACES: Final = ("watch", "store", "otlp")
 CLOSE_MS: Final = 3000
-INCIDENT_KEYS_MAX: Final = 16_384
-"""(deployment, check, severity) counted; a sidecar chooses its deployment's name."""
+DEPLOYMENTS_MAX: Final = 256
+"""Deployments whose incidents have series of their own; a sidecar chooses its deployment's name."""
+OTHERS: Final = "(others)"
+"""The deployment under which the incidents of all further ones are counted. No deployment can be called so."""
 
 
 class Pushed(Protocol):
@@ -57,6 +59,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._drops: Counter[tuple[str, str]] = Counter()
         self._incidents: Counter[tuple[str, str, str]] = Counter()
+        self._deployments: set[str] = set()
         self._scraped = InMemoryMetricReader()
         self._provider = MeterProvider(
             [self._scraped, *(pushed.readers if pushed else ())],
@@ -114,15 +117,19 @@ class Metrics:
 
     def incident(self, incident: Incident) -> None:
         """An incident reached its severity."""
-        key = (incident.deployment, incident.check, incident.severity.word)
         with self._lock:
-            if key in self._incidents or len(self._incidents) < INCIDENT_KEYS_MAX:
-                self._incidents[key] += 1
+            key = (self._counted_as(incident.deployment), incident.check, incident.severity.word)
+            self._incidents[key] += 1
         if incident.severity > Severity.NOTICE and incident.raised_ns >= incident.first_bad_ns > 0:
             seconds = (incident.raised_ns - incident.first_bad_ns) / 1e9
             labels = dict(zip(("deployment", "check", "severity"), key, strict=True))
             context = self._pushed.context_of(incident) if self._pushed else None
             self._histograms["stagewatch.detection.latency"].record(seconds, labels, context)
+
+    def _counted_as(self, deployment: str) -> str:
+        if len(self._deployments) < DEPLOYMENTS_MAX:
+            self._deployments.add(deployment)
+        return deployment if deployment in self._deployments else OTHERS
 
     def scrape(self, accept: str = "", deployments: frozenset[str] | None = None) -> tuple[bytes, str]:
         """(text, content type) for a scraper that accepts ``accept``; only OpenMetrics carries exemplars.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -17,9 +18,10 @@ from test_store import incident
 from stagewatch.agents import wire
 from stagewatch.monitor import ingest
 from stagewatch.monitor.checks.registry import NAMES
+from stagewatch.monitor.identities import fault_of
 from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.instruments import DROPS, INSTRUMENTS, LABELS, RECORD_DROPS, REFUSALS
-from stagewatch.monitor.metrics import Metrics
+from stagewatch.monitor.metrics import DEPLOYMENTS_MAX, OTHERS, Metrics
 from stagewatch.monitor.observers import ENDED_S, ENGINES_MAX, FORGOTTEN_S, OBSERVERS, Snapshot
 from stagewatch.monitor.otlp.story import context_of, request_context
 from stagewatch.monitor.sessions import HELLO_CODES
@@ -158,6 +160,17 @@ class TestValues:
         metrics.incident(incident(severity=Severity.WARNING, first_bad_ns=S, raised_ns=3 * S))
         names = ("stagewatch_detection_latency_seconds_count", "stagewatch_detection_latency_seconds_sum")
         assert [list(values(metrics, name).values()) for name in names] == [[1], [2]]
+
+    def test_names_that_somebody_invents_do_not_make_series_without_end(self) -> None:
+        """GIVEN incidents of ever new deployments THEN the first have series of their own; all are counted."""
+        metrics = metrics_of()
+        for number in range(DEPLOYMENTS_MAX + 3):
+            metrics.incident(incident(severity=Severity.CRITICAL, deployment=f"made-up-{number}"))
+        name, labels = "stagewatch_incidents_total", ("deployment", "severity", "check")
+        counted = {key[0]: value for key, value in values(metrics, name, *labels).items() if value}
+        assert len(counted) == DEPLOYMENTS_MAX + 1
+        assert counted[OTHERS] == 3
+        assert fault_of(msgspec.structs.replace(identity(), deployment=OTHERS))
 
 
 class TestFirstEvents:
