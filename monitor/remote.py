@@ -7,11 +7,20 @@ from collections.abc import Iterator
 from typing import IO, Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import (
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 import msgspec
 
 from stagewatch.agents.errors import SettingsError, StagewatchError
+from stagewatch.agents.shipping import is_exposed
 from stagewatch.agents.tls import ClientTls, told
 from stagewatch.monitor.bundlefile import EVIDENCE_BYTES_MAX, TEXT_BYTES_MAX, BundleError, path_of
 from stagewatch.monitor.bundling import Origin, Told
@@ -29,6 +38,13 @@ class _Shown(Report, frozen=True):
     windows: tuple[Window, ...] = ()
 
 
+class _NowhereElse(HTTPRedirectHandler):
+    """A token is for whom it was given for: nothing is asked of another address that an answer names."""
+
+    def redirect_request(self, *args: Any, **keywords: Any) -> None:
+        """Follow nothing; the answer is told as a refusal."""
+
+
 class CollectorOrigin(Origin):
     """A collector at ``address``. Raises SettingsError for what is no address, or TLS files that are no good."""
 
@@ -43,7 +59,9 @@ class CollectorOrigin(Origin):
             raise SettingsError("--collector carries more than an address: give the token by --token-file")
         self._base: Final = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}"
         self._token = token
-        handlers: list[Any] = [ProxyHandler({}), HTTPHandler()]
+        self.is_exposed: Final = is_exposed(self._base.replace("http", "ws", 1))
+        """Whether the token and the evidence cross a network in clear."""
+        handlers: list[Any] = [ProxyHandler({}), HTTPHandler(), _NowhereElse()]
         if self._base.startswith("https:"):
             handlers.append(HTTPSHandler(context=tls.context()))
         self._opener: OpenerDirector = build_opener(*handlers)

@@ -103,6 +103,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             tls = ClientTls(args.tls_ca, args.tls_client_cert, args.tls_client_key)
             origin = CollectorOrigin(args.collector, _token(args), tls)
+            if origin.is_exposed:
+                print(
+                    "stagewatch: token and evidence cross the network in clear: prefer https://",
+                    file=sys.stderr,
+                )
         packed = make_bundle(
             origin,
             args.incident,

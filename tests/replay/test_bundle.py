@@ -22,6 +22,7 @@ from stagewatch.agents.identity import Fingerprint
 from stagewatch.agents.wire import Limits
 from stagewatch.monitor import bundling
 from stagewatch.monitor.bundlefile import EVIDENCE, MEMBERS, Bundle, Manifest
+from stagewatch.monitor.bundlereport import page_of
 from stagewatch.monitor.cli import main
 from stagewatch.monitor.incidents import Report
 from stagewatch.monitor.journal import EntryKind, SegmentReader, head_of
@@ -120,6 +121,13 @@ class TestWhatReplaySays:
 
 
 class TestTheFile:
+    def test_what_clients_chose_is_no_markup_in_the_page(self) -> None:
+        page = page_of("request <script>alert(1)</script> {title}", "<b>")
+        assert "<script" not in page
+        assert "&lt;script&gt;alert(1)&lt;/script&gt; {title}" in page
+        assert "<title>&lt;b&gt;</title>" in page
+        assert "default-src 'none'" in page
+
     def test_anybody_can_read_it_and_only_its_owner_may(
         self, broken: Recorded, bundle: Command, tmp_path: Path
     ) -> None:

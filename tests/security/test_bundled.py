@@ -2,7 +2,9 @@
 
 import json
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from test_planted import DIGEST_KEY, REQUEST, TOKEN, TOKENS, planted, spellings
 from stagewatch.agents.probe import Probe
 from stagewatch.agents.record import Kind
 from stagewatch.agents.ring import RingWriter
+from stagewatch.agents.tls import NO_TLS_FILES
 from stagewatch.monitor.cli import main
+from stagewatch.monitor.remote import CollectorOrigin
 
 
 @pytest.fixture
@@ -96,6 +100,41 @@ def test_a_bundle_of_a_running_collector(house: House, bundle: Command, tmp_path
     assert offline.json["reproduces"] is True
     of_both = [json.loads(members(tmp_path / name)["incident.json"]) for name in ("bare.zip", "offline.zip")]
     assert of_both[0] == of_both[1]
+
+
+def test_a_token_goes_nowhere_else(bundle: Command, tmp_path: Path) -> None:
+    """GIVEN a server that sends its clients to another WHEN it is asked THEN the other hears nothing."""
+    heard: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/stolen")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        refused = bundle(
+            *("0" * 16, "--collector", f"http://127.0.0.1:{server.server_port}"),
+            *("--token-file", private(tmp_path / "token", TOKEN)),
+        )
+        server.shutdown()
+        thread.join()
+    assert (refused.status, heard) == (2, [f"/v1/incidents/{'0' * 16}"])
+    assert "refuses (HTTP 302)" in refused.err
+
+
+def test_a_network_in_clear_is_told(tmp_path: Path) -> None:
+    def exposed(address: str) -> bool:
+        return CollectorOrigin(address, TOKEN, NO_TLS_FILES).is_exposed
+
+    addresses = ("http://127.0.0.1:1", "http://localhost:1", "http://collector:1", "https://collector:1")
+    assert [exposed(address) for address in addresses] == [False, False, True, False]
 
 
 @pytest.mark.timeout(180)
