@@ -203,7 +203,7 @@ class Collector:
         await asyncio.to_thread(self._recover)
         self.intake.open()
         self._preserver.recall(
-            await asyncio.to_thread(self.store.without_window, self.clock.now_ns() - RECENT_NS)
+            await asyncio.to_thread(self.store.critical_since, self.clock.now_ns() - RECENT_NS)
         )
         self._ready = True
         self._note_changes([])

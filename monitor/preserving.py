@@ -8,7 +8,7 @@ done so already says where. Everything here runs on the event loop, but for what
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from stagewatch.agents.wire import Freeze, Frozen
@@ -66,9 +66,12 @@ class Preserver:
             if session.freezes:
                 session.freeze(freeze)
 
-    def recall(self, incidents: Iterable[Incident]) -> None:
-        """After a restart: critical incidents of which nobody is known to have been asked."""
-        for incident in incidents:
+    def recall(self, incidents: Sequence[Incident]) -> None:
+        """After a restart: ask again about recent critical incidents, which come newest first.
+
+        Who has answered says the same once more.
+        """
+        for incident in reversed(incidents):
             self.note(incident)
 
     def greeted(self, stream: Stream, session: Session) -> None:

@@ -178,11 +178,11 @@ class Store:
             except sqlite3.Error as error:
                 raise StoreError(f"incident store cannot be written: {error}") from None
 
-    def without_window(self, since_ns: int) -> list[Incident]:
-        """Critical incidents that changed since, of which no rank's window is known; the newest `PAGE_MAX`."""
+    def critical_since(self, since_ns: int) -> list[Incident]:
+        """Critical incidents that changed since, newest first; at most `PAGE_MAX`."""
         rows = self._read(
             "SELECT number, body FROM incidents WHERE severity = ? AND changed_ns >= ?"
-            " AND id NOT IN (SELECT incident FROM windows) ORDER BY number DESC LIMIT ?",
+            " ORDER BY number DESC LIMIT ?",
             (int(Severity.CRITICAL), since_ns, PAGE_MAX),
         )
         found: list[Incident] = []

@@ -203,12 +203,11 @@ class TestWindows:
         assert shown is not None
         assert shown.windows == (again, other)
 
-    def test_critical_incidents_of_which_none_is_known_are_found(self, store: Store) -> None:
+    def test_recent_critical_incidents_are_found(self, store: Store) -> None:
         critical = [incident(number, Severity.CRITICAL) for number in (1, 2)]
         store.apply([*critical, incident(3)])
-        store.add_window(critical[0].id, self.WINDOW)
-        assert [found.id for found in store.without_window(0)] == [critical[1].id]
-        assert store.without_window(1 << 62) == []
+        assert store.critical_since(0) == critical[::-1]
+        assert store.critical_since(1 << 62) == []
 
 
 class TestMigrations:
