@@ -1,7 +1,7 @@
 """The confusion matrix of the docs: ``python tests/checks/matrix.py > docs/confusion-matrix.md``.
 
 Runs every fault over several seeds, pipelines, strikes and struck ranks; takes a few minutes. ``--fault NAME``
-prints the row of one fault only.
+prints the row of one fault only, and a line for each of its runs, which repeats it: ``--run CONFIG``.
 """
 
 import argparse
@@ -13,10 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from simulated import REGISTRY, Expected, Run, expected, feed_live, plan, settle
+from processes import Delivered, deliver, process_plan
+from processes import expected as expected_of_process
+from simulated import REGISTRY, Expected, Run, expected, feed_live, found, plan, settle
 
 from stagewatch.agents.identity import Rank
 from stagewatch.agents.lab.fault import Where
+from stagewatch.agents.lab.faults_process import PROCESS_REGISTRY
+from stagewatch.agents.lab.simconfig import SimConfig
+from stagewatch.monitor.engine import CONSISTENT
 from stagewatch.monitor.incidents import Incident
 from stagewatch.monitor.watch import Watch
 
@@ -39,11 +44,28 @@ each other), or *wrong*. *Other* counts incidents that nothing injected explains
 |---|---|---|---|---|---|---|---|---|---|
 """
 
+PROCESS_HEAD = """
+## Process faults
+
+Ranks, sidecars and the collector, killed, stopped and started again while a simulated pipeline is answering, by a
+virtual clock; each on several ranks, in several pipelines. `tests/lab/test_lab_processes.py` plays the same scripts on
+real processes and expects the same. *Expected* are the incidents of each run: every one names all ranks struck, and
+blames none, for nobody saw what they did last. *Seconds* is the longest time from the strike to the incident; the
+checks wait for half a minute. *Not compared* counts rows without a verdict, of all rows, by their reason.
+
+| fault | runs | expected | found | seconds | not compared | blamed | other |
+|---|---|---|---|---|---|---|---|
+"""
+
+PROCESS_RUNS = ((1, 3, 2, None), (2, 4, 1, (0, 2, 0)), (3, 2, 2, (0, 1, 1)), (4, 3, 1, (0, 0, 0)))
+"""(seed, PP, TP, rank struck)."""
+
 TAIL = """
-Controls: `drafter-uninitialised` and `strided-prefill-state` leave all ranks agreed, so there is nothing to find.
+The last {controls} engine faults are controls: they leave all ranks agreed, so there is nothing to find
+([why](checks.md#what-cannot-be-observed)).
 
-Each row is reproduced by `python tests/checks/matrix.py --fault NAME`. One run of each, as a single line:
-
+`python tests/checks/matrix.py --fault NAME` repeats a row, and prints a line for each of its runs that repeats that run
+alone and says what was expected and what was found.
 """
 
 
@@ -57,7 +79,7 @@ class Outcome:
     steps: int = 0
     blame: Counter[str] = field(default_factory=Counter)
     other: int = 0
-    line: str = ""
+    lines: list[str] = field(default_factory=list)
 
     def row(self) -> str:
         cases = ", ".join(map(str, REGISTRY[self.name].CASES))
@@ -88,7 +110,7 @@ def runs(name: str) -> Iterator[Run]:
 def outcome(name: str) -> Outcome:
     result = Outcome(name)
     for run in runs(name):
-        result.line = result.line or run.config.line
+        result.lines.append(again(run.config))
         watch = Watch()
         raised = {incident.id: incident for incident in feed_live(run, watch)}
         settle(run, watch)
@@ -123,21 +145,101 @@ def _blame(incident: Incident, each: Expected, struck: set[int]) -> str:
     return "right" if blamed <= (struck or {*each.blamed}) else "wrong"
 
 
-def page(names: list[str]) -> Iterator[str]:
-    outcomes = []
+@dataclass
+class ProcessOutcome:
+    """What became of all runs of one process fault."""
+
+    name: str
+    runs: int = 0
+    expected: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    rows: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    blamed: int = 0
+    other: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        share = (
+            f"{100 * self.found.total() / self.expected.total():.0f} %" if self.expected else "none to find"
+        )
+        expected = ", ".join(sorted(PROCESS_REGISTRY[self.name].OUTCOME.checks)) or "none"
+        reasons = ", ".join(f"{reason} {rows}" for reason, rows in sorted(self.reasons.items())) or "none"
+        seconds = f"{self.seconds:.0f}" if self.found else ""
+        return (
+            f"| {self.name} | {self.runs} | {expected} | {share} | {seconds} | {reasons} of {self.rows} "
+            f"| {self.blamed} | {self.other} |"
+        )
+
+    def add(self, run: Delivered) -> None:
+        self.runs += 1
+        must = Counter(expected_of_process(run.fault, run.sizes))
+        seen = Counter(run.found)
+        for (check, _), count in must.items():
+            self.expected[check] += count
+        for (check, _), count in (must & seen).items():
+            self.found[check] += count
+        self.other += (seen - must).total()
+        self.blamed += len(run.blamed)
+        self.seconds = max(self.seconds, *run.seconds, 0.0)
+        verdicts = run.verdicts
+        self.rows += verdicts.total()
+        del verdicts[CONSISTENT]
+        self.reasons.update(verdicts)
+
+
+def process_outcome(name: str) -> ProcessOutcome:
+    result = ProcessOutcome(name)
+    for seed, pp, tp, rank in PROCESS_RUNS:
+        config = process_plan(name, seed, pp, tp, rank=Rank(*rank) if rank else None)
+        result.add(deliver(config))
+        result.lines.append(again(config))
+    return result
+
+
+def page() -> Iterator[str]:
     yield HEAD
-    for name in names:
-        outcomes.append(outcome(name))
-        yield outcomes[-1].row() + "\n"
-    yield TAIL
-    for each in outcomes:
-        yield f"- {each.name}: `{each.line}`\n"
+    for name in REGISTRY:
+        yield outcome(name).row() + "\n"
+    yield PROCESS_HEAD
+    for name in PROCESS_REGISTRY:
+        yield process_outcome(name).row() + "\n"
+    yield TAIL.format(controls=sum(not fault.INVARIANTS for fault in REGISTRY.values()))
+
+
+def again(config: SimConfig) -> str:
+    """The line that repeats a run."""
+    return f"python tests/checks/matrix.py --run '{config.text}'"
+
+
+def one_run(config: SimConfig) -> Iterator[str]:
+    if config.fault is not None and config.fault.name in PROCESS_REGISTRY:
+        delivered = deliver(config)
+        must: list[object] = [*expected_of_process(delivered.fault, delivered.sizes)]
+        seen: list[object] = [*delivered.found]
+    else:
+        run, watch = Run(config), Watch()
+        feed_live(run, watch)
+        settle(run, watch)
+        must, seen = [*expected(run)], [*found(watch)]
+    for title, lines in (("expected", must), ("found", seen)):
+        yield f"{title}: {len(lines)}\n"
+        yield from (f"  {line}\n" for line in lines)
+
+
+def one(name: str) -> Iterator[str]:
+    result = outcome(name) if name in REGISTRY else process_outcome(name)
+    yield result.row() + "\n"
+    yield from (f"{line}\n" for line in result.lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fault", choices=[*REGISTRY])
-    chosen = parser.parse_args().fault
-    for part in page([chosen] if chosen else [*REGISTRY]):
+    parser.add_argument("--fault", choices=[*REGISTRY, *PROCESS_REGISTRY])
+    parser.add_argument("--run", metavar="CONFIG", type=lambda text: SimConfig.decode(text, benign=True))
+    options = parser.parse_args()
+    parts = one_run(options.run) if options.run else one(options.fault) if options.fault else page()
+    for part in parts:
         sys.stdout.write(part)
         sys.stdout.flush()
