@@ -95,10 +95,13 @@ class TestDeployments:
                 assert isinstance(refusal, wire.Refusal)
                 assert "said no hello on this connection" in refusal.reason
         assert guarded.refused("forbidden") == 1
-        assert [e["instance"] for e in guarded.collector.get("/v1/engines")["engines"]] == [
-            "life-2",
-            "life-3",
-        ]
+
+        def known() -> list[str]:
+            return [engine["instance"] for engine in guarded.collector.get("/v1/engines")["engines"]]
+
+        wait_until(
+            lambda: known() == ["life-2", "life-3"], "those that were welcomed, and no other, are known"
+        )
 
     def test_no_token_means_no_socket(self, house: House) -> None:
         guarded = Guarded(house)
