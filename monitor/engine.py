@@ -76,6 +76,8 @@ class Engine:
         self._ended_ids: OrderedDict[int, tuple[str, int]] = OrderedDict()
         """The same of requests that gave their slot back: what they did last may still be judged."""
         self._ranks: dict[int, RankState] = {}
+        self._alike = True
+        """Whether the ranks' digests and request keys were made alike, so that equal means equal."""
         self._moved_ns: dict[int, int] = {}
         self._statistics = Statistics(group)
         self._troubles = Troubles(group)
@@ -110,6 +112,7 @@ class Engine:
                 self._compared_to = max(self._compared_to, self._aligner.judged)
                 self._begin_comparison()
             self._ranks[index] = replace(known, identity=identity, last_heard_ns=now_ns)
+        self._alike = len({_privacy(state.identity) for state in self._ranks.values()}) < 2
 
     def take(self, rank: Rank, evidence: Evidence, margin_s: float, now_ns: int) -> list[Change]:
         """Take one batch of evidence and judge what it completes."""
@@ -120,7 +123,7 @@ class Engine:
         inputs = evidence.inputs
         newest = int(inputs.step[-1]) if inputs is not None and len(inputs.step) else 0
         newest = max(newest, state.last_step)
-        if not self._comparable():
+        if not self._alike:
             evidence = self._set_aside(index, evidence)
         calls = self._aligner.push(index, evidence)
         self._books[index].add(calls)
@@ -136,10 +139,6 @@ class Engine:
             node=evidence.node or state.node,
         )
         return [*self._arming(now_ns), *self._judge(self._aligner.advance(), now_ns)]
-
-    def _comparable(self) -> bool:
-        """Whether the ranks' digests and request keys were made alike, so that equal means equal."""
-        return len({_privacy(state.identity) for state in self._ranks.values()}) < 2
 
     def _set_aside(self, index: int, evidence: Evidence) -> Evidence:
         """Evidence of which nothing can be compared: its rows are counted, its heartbeats kept."""
