@@ -96,7 +96,7 @@ def make_load(steps: int, seats: int, steps_per_frame: int) -> Load:
     return Load(list(identities.values()), messages, evidence, rows)
 
 
-def cpu(call: Callable[[], None]) -> float:
+def cpu(call: Callable[[], object]) -> float:
     """CPU seconds of all threads of this process during a call."""
     began = time.process_time()
     call()
@@ -123,8 +123,11 @@ def settings(directory: Path) -> CollectorSettings:
     )
 
 
-def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> None:
-    """Decode, journal with its syncs, settle and acknowledge, then ``judged``; everything but the WebSocket."""
+def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> int:
+    """Decode, journal with its syncs, settle and acknowledge, then ``judged``; everything but the WebSocket.
+
+    Returns the bytes of the journal that this leaves.
+    """
 
     async def run(directory: Path) -> None:
         watching = Watch()
@@ -159,6 +162,7 @@ def through_the_door(load: Load, judged: Callable[[Taken, Watch], None]) -> None
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(run(Path(directory)))
+        return sum(path.stat().st_size for path in Path(directory).rglob("*.journal"))
 
 
 def judge(taken: Taken, watching: Watch) -> None:
@@ -298,7 +302,8 @@ def main() -> None:
         "steps per frame": args.steps_per_frame,
         "frames": len(load.messages),
         "rows": load.rows,
-        "bytes per row": size / load.rows,
+        "wire bytes per row": size / load.rows,
+        "journal bytes per row": through_the_door(load, lambda t, w: None) / load.rows,
     }
     show("collector", rows, parameters, args.json)
 
