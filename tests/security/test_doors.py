@@ -65,7 +65,8 @@ class Guarded:
             found = b""
             with contextlib.suppress(ConnectionError):  # it may hang up while we still talk
                 connection.sendall(content)
-                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # not connected any more
+                    connection.shutdown(socket.SHUT_WR)
                 while chunk := connection.recv(65536):
                     found += chunk
             return found
