@@ -81,15 +81,23 @@ class CollectorProcess(Process):
     def __init__(
         self, data_dir: Path, *options: str | Path, port: int = 0, token: str = "", verify: Any = True
     ) -> None:
+        self.data_dir = data_dir
         log = data_dir.parent / f"{data_dir.name}.log"
         before = log.stat().st_size if log.exists() else 0
         super().__init__(
             [BIN / "stagewatch", "collect", "--port", str(port), "--data-dir", data_dir, *options],
             log,
         )
+        try:
+            self._wait_until_ready(before, token, verify)
+        except BaseException:
+            self.kill()  # nobody else knows of it yet
+            raise
+
+    def _wait_until_ready(self, before: int, token: str, verify: Any) -> None:
         self.url = wait_until(lambda: self._ready_line(before), "the collector listens")
         self.port = int(self.url.rsplit(":", 1)[1])
-        self.token_file = data_dir / "token"
+        self.token_file = self.data_dir / "token"
         self.token = token or self.token_file.read_text().strip()
         headers = {"Authorization": f"Bearer {self.token}"}
         self.http = httpx.Client(base_url=self.url, headers=headers, verify=verify)
