@@ -243,6 +243,17 @@ CASES = (
         at_20m=0,
     ),
     case(
+        "Drops",
+        "what the operator's own bounds remove in the course of time",
+        {
+            'stagewatch_drops_total{instance="c",place="store",reason="pruned"}': "0x4 1x30 7x60",
+            'stagewatch_drops_total{instance="c",place="streams",reason="forgotten"}': "0x4 1x90",
+            'stagewatch_drops_total{instance="c",place="windows",reason="dropped"}': "0x4 5x90",
+        },
+        at_2m=0,
+        at_20m=0,
+    ),
+    case(
         "InternalErrors",
         "the first counts",
         {'stagewatch_internal_errors_total{instance="c",place="watch"}': "0x4 1x90"},
