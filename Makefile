@@ -79,10 +79,11 @@ format: setup ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup ## rewrite the parts of docs/ that are generated from the code
+docs: setup ## rewrite what is generated from the code: parts of docs/, dashboards, alert rules
 	$(BIN)/python -m stagewatch.monitor.docs
 	$(BIN)/python -m stagewatch.monitor.checkdocs > docs/checks.md
 	$(BIN)/python -m stagewatch.dashboards
+	$(BIN)/python deploy/prometheus_rule.py
 
 demo: setup ## watch a real pipeline desynchronise and be caught
 	$(BIN)/stagewatch demo
