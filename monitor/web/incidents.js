@@ -106,8 +106,20 @@ function story(incident) {
       h("ol", { class: "chain" }, incident.chain.map((link) => h("li", {}, h("strong", {}, `step ${link.step}: `), link.text)))),
     h("section", { class: "panel", "aria-label": "Remedy" }, h("h2", {}, "What to do"), h("p", {}, incident.remedy)),
     h("div", { class: "facts" }, table(["Fact", "Value"], facts, "Facts")),
+    ...frozen(incident.windows ?? []),
+    h("p", { class: "dim" }, "All of it in one file: ", h("code", {}, `stagewatch bundle ${incident.id}`)),
     h("p", { class: "dim" }, "The whole story, from the collector's data directory: ", h("code", {}, `stagewatch replay DATA_DIR show ${incident.id}`)),
   ];
+}
+
+/** What sidecars kept of the rings around it, on their own nodes. */
+function frozen(windows) {
+  if (!windows.length) return [];
+  const rows = windows.map(({ rank, host, path, first_step, last_step, failure }) => ({
+    cells: [rank, host, failure ? "none" : `${first_step} to ${last_step}`, failure || [h("code", {}, path)]],
+  }));
+  return [h("section", { class: "panel", "aria-label": "Windows" }, h("h2", {}, "What the rings held then"),
+    table(["Rank", "Node", "Steps", "File on the node, or why there is none"], rows, "Frozen windows"))];
 }
 
 /** Fields down, ranks across; where ranks hold different values the row is emphasised. */

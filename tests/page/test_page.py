@@ -134,6 +134,25 @@ class TestStory:
         assert "differs" in row[3]
         assert row[4] == ", ".join(f"stage {rank}" for rank in incident["ranks"])
 
+    def test_where_frozen_windows_lie_is_told(self, seen: Seen, site: Site, faulty: dict[str, Any]) -> None:
+        incident = faulty["incidents"][0]
+
+        def windows() -> list[dict[str, Any]]:
+            found = site.collector.get(f"/v1/incidents/{incident['id']}")["windows"]
+            return found if len(found) == len(incident["values"]) // len(incident["fields"]) else []
+
+        told = [
+            [
+                each["rank"],
+                each["host"],
+                "none" if each["failure"] else f"{each['first_step']} to {each['last_step']}",
+                each["failure"] or each["path"],
+            ]
+            for each in wait_until(windows, "each rank's sidecar has answered")
+        ]
+        seen.enter(site.collector.token, f"#/incident/{incident['id']}")
+        wait_until(lambda: shown_table(seen.page, "Frozen windows") == told, "each rank's window is listed")
+
     def test_the_picture_agrees_with_the_verdicts(self, site: Site, faulty: dict[str, Any]) -> None:
         picture = site.collector.get(f"/v1/engines/{faulty['instance']}/picture?batches=true")
         [engine] = site.collector.get(f"/v1/engines/{faulty['instance']}")["engines"]
