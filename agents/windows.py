@@ -1,8 +1,8 @@
 """Windows: what a ring held around an incident, kept as a dump on the node before the ring overwrites it.
 
 The collector asks for it. The ring is read from its oldest record on by a reader of its own, so neither the engine nor
-shipping waits; it goes faster than an engine writes, and pauses as long as it works. A step that a window kept before holds is not kept twice. Number and bytes are
-bounded: the oldest incident's windows go first, and are counted.
+shipping waits; it goes faster than an engine writes, and pauses as long as it works. A step that a window kept before
+holds is not kept twice. Number and bytes are bounded: the oldest incident's windows go first, and are counted.
 """
 
 import contextlib
