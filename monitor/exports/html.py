@@ -128,7 +128,7 @@ class HtmlExporter:
             sizes = identity.sizes
             yield (
                 f"<p>{escape(f'{identity.engine} {identity.engine_version}'.strip())}, deployment "
-                f"{escape(identity.deployment)}: {sizes.pp} stages of {sizes.tp} TP ranks, {sizes.dp} replicas.</p>"
+                f"{escape(identity.deployment)}: PP {sizes.pp}, TP {sizes.tp}, DP {sizes.dp}.</p>"
             )
             yield self._lattice(key, pictures[key], 0, _STEPS_MAX * _STEPS_MAX, None)
         yield _LEGEND
