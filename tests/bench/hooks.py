@@ -20,7 +20,7 @@ from report import median_and_spread, parser, show
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 import standins
-from conftest import Watched
+from watched import Watched
 
 from stagewatch.agents.engines.wrapping import Wrapping
 from stagewatch.agents.record import Kind

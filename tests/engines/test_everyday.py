@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import standins
 import torch
-from conftest import Watched
 from standins import RELAYING, SLOTS, Request, expected_text
+from watched import Watched
 
 from stagewatch.agents.engines import vllm_batch
 from stagewatch.agents.engines.staging import HostStaging

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Watched
 from standins import RELAYING, VARIANTS, Pipeline, Request, expected_text
+from watched import Watched
 
 from stagewatch.agents.record import Kind, Record
 

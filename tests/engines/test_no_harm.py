@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Watched, hooks_of, make_probe
 from standins import Pipeline, Request
+from watched import Watched, hooks_of, make_probe
 
 from stagewatch.agents.budget import Budget
 from stagewatch.agents.engines.staging import HostStaging

@@ -1,14 +1,11 @@
-"""Where the engine's environments are, and one run of the engine for all tests that look at it."""
+"""The models, and one run of the engine for all tests that look at it."""
 
-import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import runs
-
-RunEngine = Callable[..., runs.Run]
+from runs import RunEngine, find_python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,19 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(item.fspath).parent == runs.HERE:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(600))
-
-
-def find_python(version: str = "") -> Path:
-    """The interpreter of an environment with vLLM; ``version`` names one other than the main one."""
-    suffix = f"_{version.replace('.', '_')}" if version else ""
-    variable = f"STAGEWATCH_VLLM_PYTHON{suffix}"
-    directory = f".venv-vllm-{version}" if version else ".venv-vllm"
-    found = Path(os.environ.get(variable) or runs.REPOSITORY / directory / "bin" / "python")
-    if not found.exists():
-        pytest.skip(
-            f"NO ENGINE TO TEST: {found} does not exist: run tests/vllm/setup_env.sh, or set {variable}"
-        )
-    return found
 
 
 @pytest.fixture(scope="session")

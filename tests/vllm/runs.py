@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from stagewatch.agents.record import Kind, Record
 from stagewatch.agents.ring import RingReader
@@ -63,6 +65,22 @@ class Run:
     def notes(self, stage: int) -> list[str]:
         """What a stage noted for the operator."""
         return [record.body.text for record in self.records[stage] if record.kind is Kind.NOTE]
+
+
+RunEngine = Callable[..., Run]
+
+
+def find_python(version: str = "") -> Path:
+    """The interpreter of an environment with vLLM; ``version`` names one other than the main one."""
+    suffix = f"_{version.replace('.', '_')}" if version else ""
+    variable = f"STAGEWATCH_VLLM_PYTHON{suffix}"
+    directory = f".venv-vllm-{version}" if version else ".venv-vllm"
+    found = Path(os.environ.get(variable) or REPOSITORY / directory / "bin" / "python")
+    if not found.exists():
+        pytest.skip(
+            f"NO ENGINE TO TEST: {found} does not exist: run tests/vllm/setup_env.sh, or set {variable}"
+        )
+    return found
 
 
 def name_of(request_id: str) -> str:

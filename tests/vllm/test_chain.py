@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import runs
-from conftest import RunEngine, find_python
+from runs import RunEngine, find_python
 
 BIN = Path(sys.executable).parent
 WAIT_S = 60.0

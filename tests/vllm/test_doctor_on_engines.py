@@ -6,7 +6,7 @@ import subprocess
 import msgspec
 import pytest
 import runs
-from conftest import find_python
+from runs import find_python
 
 from stagewatch.agents.commands import doctor as command
 from stagewatch.agents.doctor import Examination

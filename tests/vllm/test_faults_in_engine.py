@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import runs
-from conftest import RunEngine
+from runs import RunEngine
 
 from stagewatch.agents.record import Kind, Payload, Record, request_key
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import runs
-from conftest import find_python
+from runs import find_python
 
 from stagewatch.agents.record import Kind
 

@@ -1,7 +1,7 @@
 """The real engine with a probe that fails, or costs too much: it serves the same, and the operator is told."""
 
 import pytest
-from conftest import RunEngine
+from runs import RunEngine
 
 STAGES = (0, 1)
 

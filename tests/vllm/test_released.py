@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import runs
-from conftest import RunEngine
+from runs import RunEngine
 
 from stagewatch.agents.record import Kind
 

@@ -1,6 +1,6 @@
 """Other releases, as they were published."""
 
-from conftest import RunEngine
+from runs import RunEngine
 
 from stagewatch.agents.record import Kind
 

@@ -1,7 +1,7 @@
 """Tensor parallel stages: four workers, each with a ring of its own, which all agree."""
 
 import runs
-from conftest import RunEngine
+from runs import RunEngine
 
 FOUR_WORKERS = {"STAGEWATCH_LAB_TP": "2", "VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 
