@@ -6,6 +6,7 @@ from typing import ClassVar
 from stagewatch.monitor.checks.base import Chunk, Finding, Phase, Shifted
 from stagewatch.monitor.history import History
 from stagewatch.monitor.incidents import Severity, Value
+from stagewatch.monitor.shifts import SHIFT_MAX
 from stagewatch.monitor.windows import Group
 
 
@@ -22,8 +23,8 @@ class OrdinalShift:
         "critical by what it then holds, receives or waits for"
     )
     EXCEPTIONS: ClassVar = (
-        "batches that are no other's at a constant distance, which batch-disagreement reports; batches that are found "
-        "again, but too few of them to tell the distance: their rows are not compared"
+        f"batches that are no other's at a constant distance of at most {SHIFT_MAX}, which batch-disagreement reports; "
+        "batches that are found again, but too few of them to tell the distance: their rows are not compared"
     )
     REMEDY: ClassVar = (
         "Look for what the rank did at this step: a probe that was late or failed, or a batch that only some ranks "
