@@ -19,6 +19,19 @@ _TOKEN_LENGTH_MAX: Final = 512
 _FILE_SIZE_MAX: Final = 4096
 
 
+def given_token(path: Path | None, variable: str, way_out: str) -> str:
+    """The token that a command was given, by a file or else by an environment variable.
+
+    Raises SettingsError, with ``way_out`` where there is neither.
+    """
+    given = os.environ.get(variable)
+    if path is not None:
+        return read_token_file(path)
+    if given:
+        return token_from_text(given, variable)
+    raise SettingsError(f"no token: {way_out}")
+
+
 def read_token_file(path: Path) -> str:
     """The bearer token in ``path``. Raises SettingsError."""
     return token_from_text(read_secret_file(path, "token file", 32), f"token file {path}")

@@ -1,11 +1,12 @@
 """TLS: what both ends make of certificates, and what an operator is told when it does not come about."""
 
+import argparse
 import os
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from stagewatch.agents.credentials import check_private
 from stagewatch.agents.errors import SettingsError
@@ -27,7 +28,7 @@ _CERTIFICATE_REFUSED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """What a sidecar brings to a TLS connection."""
+    """What whoever connects to a collector brings to a TLS connection."""
 
     ca: Path | None = None
     """Whoever may have signed the collector's certificate; None for those the system trusts."""
@@ -35,6 +36,11 @@ class ClientTls:
     """Our own certificate, for a collector that wants one; with its chain."""
     key: Path | None = None
     """Its private key; None if it is in the same file."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Self:
+        """What the options of `add_tls_arguments` say."""
+        return cls(args.tls_ca, args.tls_client_cert, args.tls_client_key)
 
     def context(self) -> ssl.SSLContext:
         """A context of the files as they are now. Raises SettingsError."""
@@ -53,6 +59,26 @@ class ClientTls:
 
 NO_TLS_FILES: Final = ClientTls()
 """What the system trusts, and no certificate of ours."""
+
+
+def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of whoever connects to a collector."""
+    parser.add_argument(
+        "--tls-ca",
+        type=Path,
+        help="file of the authorities, in PEM, one of which signed the collector's certificate; without it those that "
+        "the system trusts",
+    )
+    parser.add_argument(
+        "--tls-client-cert",
+        type=Path,
+        help="file of our own certificate, in PEM, for a collector that wants one",
+    )
+    parser.add_argument(
+        "--tls-client-key",
+        type=Path,
+        help="file of that certificate's private key, if it is not in the same file",
+    )
 
 
 def trust(context: ssl.SSLContext, path: Path, option: str) -> None:

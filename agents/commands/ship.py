@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-from stagewatch.agents.credentials import key_from_text, read_key_file, read_token_file, token_from_text
+from stagewatch.agents.credentials import given_token, key_from_text, read_key_file
 from stagewatch.agents.errors import SettingsError, StagewatchError
 from stagewatch.agents.options import DIGEST_KEY, TOKEN, bounded
 from stagewatch.agents.shipping import Destination, ingest_url, is_exposed
 from stagewatch.agents.sidecar import Sidecar, SidecarSettings
-from stagewatch.agents.tls import NO_TLS_FILES, ClientTls
+from stagewatch.agents.tls import NO_TLS_FILES, ClientTls, add_tls_arguments
 
 HELP = "ship what the ranks of this node recorded to the collector"
 
@@ -31,22 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help=f"file that holds the collector's bearer token; {TOKEN} can hold the token itself",
     )
-    parser.add_argument(
-        "--tls-ca",
-        type=Path,
-        help="file of the authorities, in PEM, one of which signed the collector's certificate; without it those that "
-        "the system trusts",
-    )
-    parser.add_argument(
-        "--tls-client-cert",
-        type=Path,
-        help="file of our own certificate, in PEM, for a collector that wants one",
-    )
-    parser.add_argument(
-        "--tls-client-key",
-        type=Path,
-        help="file of that certificate's private key, if it is not in the same file",
-    )
+    add_tls_arguments(parser)
     parser.add_argument(
         "--key-file",
         type=Path,
@@ -139,18 +124,13 @@ def settings_of(args: argparse.Namespace) -> SidecarSettings:
 
 
 def _token(args: argparse.Namespace) -> str | Path:
-    given = os.environ.get(TOKEN)
-    if args.token_file is not None:
-        read_token_file(args.token_file)
-        path: Path = args.token_file
-        return path
-    if given:
-        return token_from_text(given, TOKEN)
-    raise SettingsError(f"no token: give the collector's by --token-file or {TOKEN}")
+    path: Path | None = args.token_file
+    token = given_token(path, TOKEN, f"give the collector's by --token-file or {TOKEN}")
+    return path or token  # a file is read again at each connection
 
 
 def _tls(args: argparse.Namespace, url: str) -> ClientTls:
-    tls = ClientTls(args.tls_ca, args.tls_client_cert, args.tls_client_key)
+    tls = ClientTls.of(args)
     if url.startswith("wss:"):
         tls.context()  # what cannot be used is told now, and not at each connection
     elif tls != NO_TLS_FILES:

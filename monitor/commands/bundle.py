@@ -1,16 +1,14 @@
 """`stagewatch bundle`: an incident with all that belongs to it, as one file that opens anywhere."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
-from stagewatch.agents.credentials import read_token_file, token_from_text
-from stagewatch.agents.errors import SettingsError
+from stagewatch.agents.credentials import given_token
 from stagewatch.agents.options import TOKEN
-from stagewatch.agents.tls import ClientTls
+from stagewatch.agents.tls import ClientTls, add_tls_arguments
 from stagewatch.monitor.bundlefile import SUFFIX
 from stagewatch.monitor.bundling import JournalOrigin, Origin, Packed, make_bundle
 from stagewatch.monitor.progress import ProgressBar
@@ -65,22 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file that holds a token of scope read, for --raw-tokens of scope admin, too; "
         f"{TOKEN} can hold the token itself",
     )
-    parser.add_argument(
-        "--tls-ca",
-        type=Path,
-        help="file of the authorities, in PEM, one of which signed the collector's certificate; without it those that "
-        "the system trusts",
-    )
-    parser.add_argument(
-        "--tls-client-cert",
-        type=Path,
-        help="file of our own certificate, in PEM, for a collector that wants one",
-    )
-    parser.add_argument(
-        "--tls-client-key",
-        type=Path,
-        help="file of that certificate's private key, if it is not in the same file",
-    )
+    add_tls_arguments(parser)
     parser.add_argument(
         "--output", "-o", type=Path, help=f"file to write; without it incident-ID{SUFFIX} here"
     )
@@ -101,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
             recordings = open_recordings([args.source])
             origin = JournalOrigin(recordings, progress)
         else:
-            tls = ClientTls(args.tls_ca, args.tls_client_cert, args.tls_client_key)
-            origin = CollectorOrigin(args.collector, _token(args), tls)
+            origin = CollectorOrigin(args.collector, _token(args), ClientTls.of(args))
             if origin.is_exposed:
                 print(
                     "stagewatch: token and evidence cross the network in clear: prefer https://",
@@ -124,14 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(args: argparse.Namespace) -> str:
-    given = os.environ.get(TOKEN)
-    if args.token_file is not None:
-        return read_token_file(args.token_file)
-    if given:
-        return token_from_text(given, TOKEN)
-    raise SettingsError(
-        f"no token: give the collector's by --token-file or {TOKEN}, or a data directory by --from"
-    )
+    way_out = f"give the collector's by --token-file or {TOKEN}, or a data directory by --from"
+    return given_token(args.token_file, TOKEN, way_out)
 
 
 def _told(packed: Packed) -> Told:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from stagewatch.agents.credentials import read_token_file, token_from_text
+from stagewatch.agents.credentials import given_token
 from stagewatch.agents.errors import SettingsError
 from stagewatch.agents.options import GRAFANA_TOKEN, GRAFANA_WEBHOOK
 from stagewatch.monitor.grafana.api import connect
@@ -60,12 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token(args: argparse.Namespace) -> str:
-    given = os.environ.get(GRAFANA_TOKEN)
-    if args.grafana_token_file is not None:
-        return read_token_file(args.grafana_token_file)
-    if given:
-        return token_from_text(given, GRAFANA_TOKEN)
-    raise SettingsError(f"no token: give a service account's by --grafana-token-file or {GRAFANA_TOKEN}")
+    way_out = f"give a service account's by --grafana-token-file or {GRAFANA_TOKEN}"
+    return given_token(args.grafana_token_file, GRAFANA_TOKEN, way_out)
 
 
 def _places(args: argparse.Namespace) -> Places:
