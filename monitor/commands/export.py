@@ -11,11 +11,12 @@ from stagewatch.monitor.exports.exporter import Exporter, ExportError, Found, Wa
 from stagewatch.monitor.exports.html import HtmlExporter
 from stagewatch.monitor.exports.parquet import ParquetExporter
 from stagewatch.monitor.exports.perfetto import PerfettoExporter
-from stagewatch.monitor.incidents import Incident, Severity, report
+from stagewatch.monitor.incidents import Incident, report
+from stagewatch.monitor.pieces import STEP_MAX
 from stagewatch.monitor.progress import ProgressBar
 from stagewatch.monitor.replay import Tap, replay
 from stagewatch.monitor.sources import Recordings, SourceError, open_recordings
-from stagewatch.monitor.story.filters import STEP_MAX, Filters, paths_of, rank_number, step_range
+from stagewatch.monitor.story.filters import Filters, add_filter_arguments, filters_of, paths_of
 from stagewatch.monitor.story.names import Names
 from stagewatch.monitor.story.verdicts import missing_text, summary
 from stagewatch.monitor.watch import Watch
@@ -53,35 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write token values too, where the recording holds them: they are your users' data",
     )
-    parser.add_argument("--engine", default="", help="write only of this engine instance")
-    parser.add_argument(
-        "--step",
-        type=step_range,
-        default="0:",
-        metavar="A:B",
-        help="write only steps A to B; A:, :B and N are fine",
-    )
-    parser.add_argument("--check", default="", help="write only incidents of this check")
-    parser.add_argument(
-        "--severity",
-        default="notice",
-        choices=[severity.word for severity in Severity],
-        help="write only incidents of at least this severity",
-    )
-    parser.add_argument(
-        "--request", default="", help="write only incidents of this request; the beginning will do"
-    )
-    parser.add_argument(
-        "--rank", type=rank_number, help="write only incidents in which this rank's evidence disagrees"
-    )
+    add_filter_arguments(parser, "write", "incidents of this request")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay and write; return the exit status."""
-    steps = step_range(args.step) if isinstance(args.step, str) else args.step
-    filters = Filters(
-        args.check, Severity[args.severity.upper()], args.request, args.rank, steps, args.engine
-    )
+    filters = filters_of(args)
     paths = paths_of(args.words)
     recordings = open_recordings(paths, raw=args.raw_tokens)
     for why in recordings.left_out:

@@ -11,7 +11,7 @@ from stagewatch.monitor.incidents import Severity
 from stagewatch.monitor.progress import ProgressBar
 from stagewatch.monitor.sources import open_recordings
 from stagewatch.monitor.story.errors import NotFoundError
-from stagewatch.monitor.story.filters import Filters, paths_of, rank_number, step_range
+from stagewatch.monitor.story.filters import add_filter_arguments, filters_of, paths_of
 from stagewatch.monitor.story.teller import Teller
 from stagewatch.monitor.story.verdicts import Summary, why_nothing
 from stagewatch.monitor.text import Style, paged
@@ -45,27 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="+", metavar="SOURCE... [COMMAND]", help="what to replay, and what to tell"
     )
-    parser.add_argument("--check", default="", help="tell only incidents of this check")
-    parser.add_argument(
-        "--severity",
-        default="notice",
-        choices=[severity.word for severity in Severity],
-        help="tell only incidents of at least this severity",
-    )
-    parser.add_argument(
-        "--request", default="", help="tell only of this request; the beginning of its id is enough"
-    )
-    parser.add_argument(
-        "--rank", type=rank_number, help="tell only incidents in which this rank's evidence disagrees"
-    )
-    parser.add_argument(
-        "--step",
-        type=step_range,
-        default="0:",
-        metavar="A:B",
-        help="tell only of steps A to B; A:, :B and N are fine",
-    )
-    parser.add_argument("--engine", default="", help="tell only of this engine instance")
+    add_filter_arguments(parser, "tell", "of this request")
     parser.add_argument(
         "--raw-tokens", action="store_true", help="show what rings hold as token values, not only as digests"
     )
@@ -76,10 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay and tell; return the exit status."""
     sources, command, operands = parted(args.words)
-    steps = step_range(args.step) if isinstance(args.step, str) else args.step
-    filters = Filters(
-        args.check, Severity[args.severity.upper()], args.request, args.rank, steps, args.engine
-    )
+    filters = filters_of(args)
     recordings = open_recordings(paths_of(sources), raw=args.raw_tokens)
     for why in recordings.left_out:
         _say(f"left out: {why}")

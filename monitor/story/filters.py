@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from stagewatch.monitor.incidents import Report, Severity
+from stagewatch.monitor.pieces import STEP_MAX
 from stagewatch.monitor.sources import SourceError
 from stagewatch.monitor.story.errors import NotFoundError
 
-STEP_MAX: Final = (1 << 62) - 1
 _RANKS_MAX: Final = 1 << 24
 _SEVERITIES: Final = {severity.word: severity for severity in Severity}
 
@@ -38,6 +38,37 @@ class Filters:
             and self.steps[0] <= incident.first_bad_step <= self.steps[1]
             and self.engine in ("", incident.instance)
         )
+
+
+def add_filter_arguments(parser: argparse.ArgumentParser, verb: str, of_request: str) -> None:
+    """Declare the options that narrow what a command does, in words: ``verb`` only ..."""
+    parser.add_argument("--check", default="", help=f"{verb} only incidents of this check")
+    parser.add_argument(
+        "--severity",
+        default="notice",
+        choices=list(_SEVERITIES),
+        help=f"{verb} only incidents of at least this severity",
+    )
+    parser.add_argument(
+        "--request", default="", help=f"{verb} only {of_request}; the beginning of its id is enough"
+    )
+    parser.add_argument(
+        "--rank", type=rank_number, help=f"{verb} only incidents in which this rank's evidence disagrees"
+    )
+    parser.add_argument(
+        "--step",
+        type=step_range,
+        default="0:",
+        metavar="A:B",
+        help=f"{verb} only of steps A to B; A:, :B and N are fine",
+    )
+    parser.add_argument("--engine", default="", help=f"{verb} only of this engine instance")
+
+
+def filters_of(args: argparse.Namespace) -> Filters:
+    """What the options of `add_filter_arguments` say."""
+    steps = step_range(args.step) if isinstance(args.step, str) else args.step
+    return Filters(args.check, Severity[args.severity.upper()], args.request, args.rank, steps, args.engine)
 
 
 def step_range(text: str) -> Steps:
