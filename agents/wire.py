@@ -11,7 +11,7 @@ wrong is a FrameError.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar, cast, get_type_hints
+from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -168,7 +168,7 @@ class _Tagged(msgspec.Struct, frozen=True):
 
 
 _any: Final = msgspec.msgpack.Decoder(_Tagged)
-_DOWNWARD_TAGS: Final = frozenset({"welcome", "ack", "refusal", "freeze"})
+_DOWNWARD_TAGS: Final = frozenset(kind.__struct_config__.tag for kind in get_args(Downward))
 
 
 def encode_frame(frame: FromSidecar | Downward) -> bytes:

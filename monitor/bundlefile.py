@@ -10,7 +10,6 @@ directory is judged before it is parsed, and every size is limited before memory
 import contextlib
 import hashlib
 import os
-import secrets
 import shutil
 import struct
 import tempfile
@@ -26,6 +25,7 @@ from stagewatch.agents.errors import FrameError, StagewatchError
 from stagewatch.monitor.identities import fault_of
 from stagewatch.monitor.incidents import Window
 from stagewatch.monitor.journal import EntryKind, SegmentReader
+from stagewatch.monitor.newfile import new_private_file
 from stagewatch.monitor.restoring import identity_of
 
 SUFFIX: Final = ".zip"
@@ -244,27 +244,22 @@ def write_bundle(
     """
     if path.exists() and not replace:
         raise BundleError(f"{path} exists: choose another --output, or give --force")
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     told = {
         name: Member(len(content), hashlib.sha256(content).hexdigest()) for name, content in members.items()
     }
     told[EVIDENCE] = _member_of(evidence)
     finished = msgspec.structs.replace(manifest, members={name: told[name] for name in MEMBERS})
     try:
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_info(MANIFEST), _json(finished))
+        with new_private_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_info(MANIFEST), json_of(finished))
             for name in members:
                 archive.writestr(_info(name), members[name])
             evidence.seek(0)
             with archive.open(_info(EVIDENCE), "w") as member:
                 shutil.copyfileobj(evidence, member, 1 << 20)
-        part.replace(path)
         return path.stat().st_size
     except OSError as error:
         raise BundleError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _member_of(file: IO[bytes]) -> Member:
@@ -282,5 +277,6 @@ def _info(name: str) -> zipfile.ZipInfo:
     return info
 
 
-def _json(value: object) -> bytes:
+def json_of(value: object) -> bytes:
+    """A member that people may read."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

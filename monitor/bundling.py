@@ -17,12 +17,13 @@ import msgspec
 
 from stagewatch.agents.identity import Identity
 from stagewatch.monitor import bundlefile
-from stagewatch.monitor.bundlefile import BundleError, Manifest, path_of, write_bundle
+from stagewatch.monitor.bundlefile import BundleError, Manifest, json_of, path_of, write_bundle
 from stagewatch.monitor.bundlereport import page_of, report_text
 from stagewatch.monitor.incidents import Report, Window
 from stagewatch.monitor.journal import segments_in
+from stagewatch.monitor.pieces import STEP_MAX
 from stagewatch.monitor.replay import Progress, replay
-from stagewatch.monitor.slicing import STEP_MAX, STEPS_AFTER, STEPS_BEFORE, Found, Wanted, sliced
+from stagewatch.monitor.slicing import STEPS_AFTER, STEPS_BEFORE, Found, Wanted, sliced
 from stagewatch.monitor.sources import Recordings
 from stagewatch.monitor.story.filters import Filters
 from stagewatch.monitor.story.incident import IncidentStory, find_incident
@@ -136,8 +137,8 @@ def make_bundle(
         members = {
             bundlefile.PAGE: page_of(text, f"{incident.severity} {incident.check}").encode(),
             bundlefile.REPORT: text.encode(),
-            bundlefile.INCIDENT: _json(story.incident),
-            bundlefile.SETTINGS: _json(identities),
+            bundlefile.INCIDENT: json_of(story.incident),
+            bundlefile.SETTINGS: json_of(identities),
         }
         size = write_bundle(path, manifest, members, evidence, replace=replace)
     return Packed(path, size, manifest)
@@ -230,7 +231,3 @@ def _versions(identities: Sequence[Identity]) -> dict[str, str]:
         found[identity.engine or "engine"] = identity.engine_version
         found |= {f.name: f.value for f in identity.config if f.name in ("torch", "python", "cuda")}
     return found
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

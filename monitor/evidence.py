@@ -21,7 +21,8 @@ from stagewatch.monitor.bundlefile import EVIDENCE_BYTES_MAX
 from stagewatch.monitor.collector import Collector
 from stagewatch.monitor.journal import segments_in
 from stagewatch.monitor.openapi import failing, text_of
-from stagewatch.monitor.slicing import CUT, RAW_LEFT_OUT, STEP_MAX, Found, Wanted, sliced
+from stagewatch.monitor.pieces import STEP_MAX
+from stagewatch.monitor.slicing import CUT, RAW_LEFT_OUT, Found, Wanted, sliced
 from stagewatch.monitor.tokens import Scope as TokenScope
 
 log = logging.getLogger("stagewatch.collector")

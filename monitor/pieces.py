@@ -9,6 +9,8 @@ import numpy as np
 from stagewatch.agents.evidence import I64, Evidence, slice_steps
 
 SECOND_NS: Final = 10**9
+STEP_MAX: Final = (1 << 62) - 1
+"""No step is a later one."""
 BLOCKS: Final = ("inputs", "mask", "sent", "received", "consumed", "events")
 """The fields of `Evidence` that hold records."""
 

@@ -21,14 +21,13 @@ from stagewatch.agents.record import Kind
 from stagewatch.agents.wire import Batch, Hello, Limits
 from stagewatch.monitor.identities import fault_of
 from stagewatch.monitor.journal import Carried, Entry, EntryKind, Header, SegmentReader, head_of, read_header
-from stagewatch.monitor.pieces import BLOCKS, part_of
+from stagewatch.monitor.pieces import BLOCKS, STEP_MAX, part_of
 from stagewatch.monitor.redaction import without_tokens
 from stagewatch.monitor.restoring import identity_of
 
 STEPS_BEFORE: Final = 1024
 STEPS_AFTER: Final = 256
 """Steps that go with an incident before the first and after the last that it names."""
-STEP_MAX: Final = (1 << 62) - 1
 SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "auth")
 _NEVER_SECRET: Final = ("digest_key", "spec_tokens")
 """A fingerprint that tells nothing of the key, and a count."""

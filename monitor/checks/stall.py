@@ -61,17 +61,13 @@ class Stall:
             severity=Severity.CRITICAL,
             step=progress.newest_step,
             phase=Phase.CALLS,
-            text=_told(group, owed, call if culprits else None, missing, behind) + joined,
+            text=_told(group, owed, call, missing, behind) + joined,
             remedy=self.REMEDY,
             ranks=group.numbers(missing),
             blamed=group.numbers(blamed),
             fields=("progress",),
             values=tuple(
-                Value(
-                    group.number(rank.index),
-                    "collective",
-                    _where(progress, rank, call if culprits else None, owed),
-                )
+                Value(group.number(rank.index), "collective", _where(progress, rank, call, owed))
                 for rank in heard
             ),
             t_ns=max(rank.moved_ns for rank in heard),

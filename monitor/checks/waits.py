@@ -110,7 +110,7 @@ def culprits_of(progress: Progress, owed: list[Owed]) -> tuple[tuple[int, ...], 
             chosen = tuple(sorted({*group}))
             call = next(each.call for each in owed if {*each.absent} & {*chosen})
             return chosen, call
-    return (), owed[0].call
+    return (), None
 
 
 def _unusual(rank: RankProgress) -> bool:

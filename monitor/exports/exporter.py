@@ -4,9 +4,8 @@ An exporter's memory does not grow with the recording: it writes while it sees, 
 """
 
 import importlib
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -16,6 +15,8 @@ from stagewatch.agents.evidence import Evidence
 from stagewatch.agents.identity import Identity
 from stagewatch.monitor.blocks import select
 from stagewatch.monitor.incidents import Incident
+from stagewatch.monitor.newfile import new_private_file
+from stagewatch.monitor.pieces import BLOCKS
 from stagewatch.monitor.replay import Tap
 from stagewatch.monitor.story.filters import Steps
 from stagewatch.monitor.story.names import Names
@@ -76,7 +77,7 @@ class Wanted:
 
 def _within(evidence: Evidence, steps: Steps) -> Evidence:
     parts: dict[str, Any] = {}
-    for name in ("inputs", "mask", "sent", "received", "consumed", "events"):
+    for name in BLOCKS:
         block = getattr(evidence, name)
         if block is not None:
             keep = (block.step >= steps[0]) & (block.step <= steps[1])
@@ -98,13 +99,8 @@ def needed(module: str, what: str) -> Any:
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
     """A file that is there under its name once it is whole, for its owner alone. Raises ExportError."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
+        with new_private_file(path) as file:
             yield file
-        part.replace(path)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

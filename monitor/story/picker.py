@@ -18,7 +18,7 @@ from stagewatch.agents.evidence import (
 from stagewatch.agents.identity import Identity, Rank, Sizes
 from stagewatch.agents.record import U64, Kind
 from stagewatch.monitor.checks.fields import digest_or_count, shown
-from stagewatch.monitor.story.filters import STEP_MAX
+from stagewatch.monitor.pieces import STEP_MAX
 from stagewatch.monitor.story.records import Bound, Called, Fed, Freed, Masked, Sent
 
 ROWS_MAX: Final = 400_000

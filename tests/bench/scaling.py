@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from collector import COMPARED, Load, make_load
+from collector import COMPARED, Load, cpu, make_load
 from report import Row, exponent, median_and_spread, parser, show
 
 from stagewatch.agents import wire
@@ -80,12 +80,6 @@ def judge(many: Many) -> Watch:
         assert isinstance(batch, Batch)
         watch.take(batch.instance, batch.rank, wire.evidence_of(batch, limits), 1.0, 1)
     return watch
-
-
-def cpu(call: Callable[[], object]) -> float:
-    began = time.process_time()
-    call()
-    return time.process_time() - began
 
 
 def compare(many: Many) -> float:
