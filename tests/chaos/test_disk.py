@@ -3,8 +3,9 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from chaos import Ring
@@ -15,6 +16,7 @@ from stagewatch.agents.ring import RingWriter
 from stagewatch.monitor.journal import read_journal
 
 SMALL = "5m"
+AnyDisk = TypeVar("AnyDisk", "Disk", "FailingDisk")
 
 
 class Disk:
@@ -44,24 +46,39 @@ class Disk:
         return taken
 
     def _mount(self, *options: str) -> None:
-        subprocess.run(["mount", *options, str(self.path)], check=True, capture_output=True)
+        _run("mount", *options, self.path)
 
     def close(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self.path)], check=True, capture_output=True)
+        _run("umount", "--lazy", self.path)
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run([str(word) for word in command], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def mounted(make: Callable[[], AnyDisk], *, needed: bool) -> Iterator[AnyDisk]:
+    """What ``make`` mounts, until the test is over. ``needed``: where root cannot mount it, the test fails in CI."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        made = make()
+    except FileNotFoundError as error:
+        if needed:
+            raise
+        pytest.skip(f"no such file system can be made here: {error}")
+    except subprocess.CalledProcessError as error:
+        why = f"no such file system can be mounted here: {error.stderr.decode().strip()}"
+        if needed and os.environ.get("NEED_TOOLS"):
+            pytest.fail(why)
+        pytest.skip(why)
+    with contextlib.closing(made):
+        yield made
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root")
-    try:
-        made = Disk(tmp_path / "disk", SMALL)
-    except subprocess.CalledProcessError as error:
-        why = f"no file system can be mounted here: {error.stderr.decode().strip()}"
-        if os.environ.get("NEED_TOOLS"):
-            pytest.fail(why)
-        pytest.skip(why)
-    with contextlib.closing(made):
+    with mounted(lambda: Disk(tmp_path / "disk", SMALL), needed=True) as made:
         yield made
 
 
@@ -181,19 +198,9 @@ class FailingDisk:
         _run("umount", "--lazy", self.path)
 
 
-def _run(*command: str | Path) -> None:
-    subprocess.run([str(word) for word in command], check=True, capture_output=True)
-
-
 @pytest.fixture
 def failing_disk(tmp_path: Path) -> Iterator[FailingDisk]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root")
-    try:
-        made = FailingDisk(tmp_path)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        pytest.skip(f"no file system can be made in a file here: {error}")
-    with contextlib.closing(made):
+    with mounted(lambda: FailingDisk(tmp_path), needed=False) as made:
         yield made
 
 

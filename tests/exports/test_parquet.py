@@ -8,14 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import Command
-from recorded import Recorded
+from recorded import TRACES, Recorded
 from simulated import Run
 
 from stagewatch.agents.record import Inputs, Mask, Payload
 from stagewatch.monitor.exports import tablefile
 from stagewatch.monitor.exports.columns import SCHEMA_VERSION, TABLES
-
-TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
 @pytest.fixture

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from commands import Command
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
-from recorded import BEGAN_NS, Recorded, record
+from recorded import BEGAN_NS, TRACES, Recorded, record
 from simulated import Run, plan
 
 from stagewatch.agents.record import Inputs, Kind, Payload
 from stagewatch.monitor.exports import timeline
-
-TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
 @dataclass

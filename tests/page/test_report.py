@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 from page_site import Seen
-from recorded import Recorded, record
-from simulated import Run, plan
+from recorded import TRACES, Recorded, founding_fault, record
 
 from stagewatch.monitor.cli import main
 
-TRACES = Path(__file__).parents[1] / "data" / "traces"
 HOSTILE = (
     "</code></table><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 )
@@ -21,7 +19,7 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return record(Run(plan("old-mask", from_step=3, requests=30)), tmp_path_factory.mktemp("report"))
+    return record(founding_fault(), tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture

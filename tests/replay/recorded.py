@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from simulated import Run
+from simulated import Run, plan
 
 from stagewatch.agents import wire
 from stagewatch.agents.credentials import key_fingerprint, key_of_directory
@@ -23,6 +23,8 @@ from stagewatch.monitor.story.verdicts import reports
 from stagewatch.monitor.ticks import Ticks
 from stagewatch.monitor.watch import REST_AFTER_NS, Watch
 
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+"""Traces of the real engine."""
 S = 10**9
 BEGAN_NS = 1_800_000_000 * S
 STEP_NS = S // 25
@@ -31,6 +33,11 @@ SILENCE_S = 40
 FRAME_EVERY = 10
 """Iterations between two looks of the sidecar."""
 HEALTH = msgspec.json.encode(Health(True, "", 1, 0, 0, 0, 0)).decode()
+
+
+def founding_fault() -> Run:
+    """A run with the fault of vLLM PR 54436, and with preemptions."""
+    return Run(plan("old-mask", from_step=3, requests=30))
 
 
 @dataclass(frozen=True)

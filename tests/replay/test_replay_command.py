@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from commands import Command, command
+from recorded import TRACES
 
 from stagewatch.monitor.cli import main
-
-TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 from commands import Command, command
-from recorded import Recorded, record
-from simulated import Run, plan
+from recorded import TRACES, Recorded, founding_fault, record
+from simulated import Run
 
 from stagewatch.agents.record import Inputs, Kind, Payload
 from stagewatch.monitor.cli import main
 from stagewatch.monitor.progress import ProgressBar
 from stagewatch.monitor.story.whatif import AGREED, HARMLESS, NO_CHANGE
 
-TRACES = Path(__file__).parents[1] / "data" / "traces"
 OLD_MASK = "old-mask-pp2-eagle7"
 
 
@@ -29,8 +28,7 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """A run with the founding fault, and with preemptions."""
-    return Run(plan("old-mask", from_step=3, requests=30))
+    return founding_fault()
 
 
 @pytest.fixture(scope="module")
